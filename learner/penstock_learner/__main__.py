@@ -70,6 +70,7 @@ async def serve(config: RunConfig) -> None:
     from penstock_learner.loggers.step_loggers import check_loggers
     from penstock_learner.loop.process import LearnerController
     from penstock_learner.metrics import LearnerMetrics
+    from penstock_learner.roles.profiling import check_profiler
     from penstock_learner.roles.ray_cluster import (
         place_roles,
         ray_cluster,
@@ -80,6 +81,7 @@ async def serve(config: RunConfig) -> None:
 
     learner = config.learner
     check_loggers(learner.loggers)
+    check_profiler(learner)
     warn_of_plain_links("learner.publish_host", learner.publish_host or "127.0.0.1", "pushed weights")
     metrics = LearnerMetrics(CollectorRegistry(), learner.placement)
     roles, stopping = learner.needed_roles, asyncio.Event()

@@ -13,6 +13,7 @@ from penstock.start_checks import check_model, check_redis, check_roles, check_r
 from penstock.weights.transports import ClusterKey
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, read_rewind
 from penstock_learner.loggers.step_loggers import check_loggers
+from penstock_learner.roles.profiling import check_profiler
 from penstock_learner.roles.ray_address import FOUND_BY_RAY, check_cluster
 
 REACH_S = 5.0
@@ -29,6 +30,7 @@ def check(config: RunConfig) -> str:
     check_run_folder(config)
     ClusterKey.of(config).check()
     check_loggers(config.learner.loggers)
+    check_profiler(config.learner)
     _check_structure(config)
     for name, role in config.learner.needed_roles.items():
         if (own_folder := getattr(role, "path", None)) is not None:

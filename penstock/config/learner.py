@@ -46,10 +46,12 @@ class SamplesConfig(Config):
 class ProfileConfig(Config):
     """Profiles of the learner, written to `profiles/` in the run's folder."""
 
+    tool: Literal["torch", "nsight"] = "torch"
+    """`torch` writes Chrome traces, and `nsight` reports of ranks on GPUs, which `nsys` starts."""
     steps: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Steps that the torch profiler records, with one Chrome trace per rank. Empty means none."""
+    """Steps that are recorded, one file per rank. Empty means none."""
     ranks: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    """Ranks of each role that the profiler records."""
+    """Ranks of each role that are recorded."""
     ray_timeline: bool = False
     """Write Ray's timeline of all remote calls when the learner ends."""
 

@@ -363,6 +363,8 @@ class EngineConfig(Config):
     the difference, for which the correction mode `decoupled` accounts. None means no quantization."""
     keep_kv_cache: bool = True
     """Keep the KV cache of running requests through a weight update. False recomputes it with the new weights."""
+    profile_versions: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """Policy versions of which vLLM's torch profiler records the first 100 steps. Empty means none."""
     extra: dict[str, Any] = {}
     """Further engine arguments. vLLM gets them unchanged, SGLang as flags: `schedule_policy: fcfs`."""
 

@@ -196,8 +196,9 @@ def assemble(config: RunConfig, server_id: str) -> RolloutServer:
     run, rollout, max_model_len = config.run, config.rollout, config.rollout.engine.max_model_len
     metrics = RolloutMetrics(REGISTRY)
     engine = create_engine(
-        rollout.engine, config.model.path, config.model.dtype, config.seed, report_experts=config.learner.router.replay
-    )
+        rollout.engine, config.model.path, config.model.dtype, config.seed, report_experts=config.learner.router.replay,
+        profiles=config.folder / "profiles" / server_id,
+    )  # fmt: skip
     client = connect(config.redis)
     phases, fleet = Phases(client, run), Fleet(client, run)
     queue = RedisReplayQueue(client, run, config.replay)

@@ -24,6 +24,7 @@ from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.engines.factory import (
     check_devices,
+    check_profiles,
     check_reports_experts,
     check_serves_model,
     resolve_engine_name,
@@ -57,6 +58,7 @@ def check(config: RunConfig) -> str:
     ClusterKey.of(config).check()
     engine = resolve_engine_name(config.rollout.engine)
     check_devices(engine, config.rollout.engine)
+    check_profiles(engine, config.rollout.engine)
     check_serves_model(engine, config.model.path)
     if config.learner.router.replay:
         check_reports_experts(engine)

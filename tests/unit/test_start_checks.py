@@ -125,6 +125,13 @@ def test_an_engine_and_gpus_that_are_not_there(config: Any, monkeypatch: pytest.
         check_learner(config("--learner.policy.gpus_per_rank", "2"))
 
 
+def test_profiles_that_cannot_be_recorded(config: Any) -> None:
+    with pytest.raises(ConfigError, match="profile_versions needs rollout.engine.name vllm, not torch"):
+        check_rollout(config("--rollout.engine.name", "torch", "--rollout.engine.profile_versions", "[3]"))
+    with pytest.raises(ConfigError, match="nsight records GPUs, and no rank has one"):
+        check_learner(config("--learner.profile.tool", "nsight", "--learner.profile.steps", "[3]"))
+
+
 def test_a_model_that_the_engine_would_serve_with_old_weights(tmp_path: Path) -> None:
     for model_type in ("gpt_oss", "qwen3_moe"):
         (tmp_path / model_type).mkdir()

@@ -61,7 +61,7 @@ from penstock_learner.loop.publication import PolicyPublication
 from penstock_learner.loop.take_over import load_version
 from penstock_learner.metrics import LearnerMetrics, mfu, peak_flops
 from penstock_learner.roles.dispatch import RankUsage
-from penstock_learner.roles.ray_cluster import profiles_folder
+from penstock_learner.roles.profiling import profiles_folder
 from penstock_learner.roles.role_group import SAVE_LANE, RoleGroup, gather_all
 from penstock_learner.steps.program import TrainingStep
 from penstock_learner.steps.step_result import StepResult, StepTimes, flattened, mean_rewards
@@ -261,13 +261,13 @@ class StepLoop:
 @contextlib.asynccontextmanager
 async def profiled(config: RunConfig, roles: Mapping[str, RoleGroup], step: int) -> AsyncIterator[None]:
     """If the step is to be profiled, have the configured ranks of every role record what they do in the `async with`
-    block. A step that fails writes no trace."""
+    block. A step that fails writes no trace of torch."""
     profile = config.learner.profile
     if step not in profile.steps:
         yield
         return
     ranks = [(role, rank) for role in roles.values() for rank in profile.ranks if rank < role.num_ranks]
-    await gather_all(*(role.call_rank(rank, "start_profile") for role, rank in ranks))
+    await gather_all(*(role.call_rank(rank, "start_profile", step) for role, rank in ranks))
     yield
     folder = profiles_folder(config)
     await gather_all(*(role.call_rank(rank, "write_profile", folder, step) for role, rank in ranks))

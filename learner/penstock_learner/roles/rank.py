@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -38,6 +39,28 @@ COMPUTES = ("log_probs", "reference_log_probs", "values", "update")
 """Calls that run forward passes, backward passes and the optimizer. Each returns when the device has finished."""
 
 
+class NsightCapture:
+    """nsys records the calls of this rank, as named ranges, and their kernels between `start` and `stop`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def start(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.start()
+        self.mark(self.step)
+
+    def mark(self, step: int) -> None:
+        torch.cuda.nvtx.mark(f"step {step}")
+
+    def stop(self) -> None:
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        return torch.cuda.nvtx.range(name)
+
+
 class Rank:
     """Base of the role workers. Ranks never read the queue: the controller sends each rank its part of a batch."""
 
@@ -59,7 +82,7 @@ class Rank:
         """Seconds that this rank has spent in the calls of COMPUTES."""
         self.is_up = False
         self.beat_at = time.monotonic()
-        self.profile: profile | None = None
+        self.profile: profile | NsightCapture | None = None
         if config.learner.ray_address:  # a Ray that was started elsewhere has its own mask and environment
             keep_files_private()
             keep_compiled_code(config.cache_folder)
@@ -70,9 +93,10 @@ class Rank:
         controller has adopted this rank since."""
         if owner != self.owner:
             raise Fenced(f"another learner has adopted {self.role} rank {self.rank}; stop this one")
-        started = time.monotonic()
+        started, recorded = time.monotonic(), self.profile
         try:
-            return attrgetter(method)(self)(*arguments)
+            with recorded.range(f"{self.role}.{method}") if isinstance(recorded, NsightCapture) else nullcontext():
+                return attrgetter(method)(self)(*arguments)
         finally:
             if method in COMPUTES:
                 self.computed_s += time.monotonic() - started
@@ -141,20 +165,31 @@ class Rank:
             timeout=timeout,
         )
 
-    def start_profile(self) -> None:
-        """Begin to record this thread with torch's profiler. A recording that was not finished is dropped."""
+    def start_profile(self, step: int) -> None:
+        """Begin to record, this thread with torch's profiler, or all threads with Nsight. A trace that was not finished
+        is dropped."""
+        if isinstance(self.profile, NsightCapture):
+            self.profile.mark(step)
+            return
         self._end_profile()
+        is_nsight = self.config.learner.profile.tool == "nsight"
+        if is_nsight and self.device.type != "cuda":
+            return
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
         try:
-            self.profile = profile(activities=activities)
+            self.profile = NsightCapture(step) if is_nsight else profile(activities=activities)
             self.profile.start()
         except RuntimeError as error:
             self.profile = None
             logger.error("profile was not started: %s", error)
 
     def write_profile(self, folder: Path, step: int) -> None:
-        """End the recording and write the trace. Does nothing if the rank was restarted since `start_profile`."""
-        if (ended := self._end_profile()) is None:
+        """End the recording and write the trace. Does nothing if the rank was restarted since `start_profile`. nsys
+        writes its report itself, for successive steps one: while it writes, it may miss the begin of the next."""
+        if isinstance(self.profile, NsightCapture) and step + 1 in self.config.learner.profile.steps:
+            return
+        ended = self._end_profile()
+        if not isinstance(ended, profile):
             return
         path = folder / f"step-{step}-{self.role}-{self.rank}.json.gz"
         try:
@@ -164,7 +199,7 @@ class Rank:
         except (OSError, RuntimeError) as error:
             logger.error("profile %s was not written: %s", path, error)
 
-    def _end_profile(self) -> profile | None:
+    def _end_profile(self) -> profile | NsightCapture | None:
         ended, self.profile = self.profile, None
         if ended is not None:
             ended.stop()

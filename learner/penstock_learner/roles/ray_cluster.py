@@ -28,6 +28,7 @@ from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpu
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, RayDied, Unavailable, one_line
+from penstock_learner.roles.profiling import profiles_folder
 from penstock_learner.roles.ray_address import FOUND_BY_RAY, ask_cluster
 from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, namespace_of
 
@@ -232,12 +233,6 @@ def _start(config: RunConfig, roles: Mapping[str, RoleConfig], folder: str) -> N
         _temp_dir=folder,
         _node_ip_address="127.0.0.1",
     )
-
-
-def profiles_folder(config: RunConfig) -> Path:
-    """Chrome traces of the ranks, for chrome://tracing or ui.perfetto.dev, and Ray's timeline. A profile that cannot be
-    written is reported in the log; training continues."""
-    return config.folder / "profiles"
 
 
 def write_ray_timeline(path: Path) -> None:

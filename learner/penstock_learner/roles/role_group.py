@@ -41,6 +41,7 @@ from penstock.errors import ConfigError, DeadlineExceeded, Fenced, PenstockError
 from penstock.user_code import load_object
 from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.dispatch import Dispatch, declarations
+from penstock_learner.roles.profiling import runtime_environment
 
 if TYPE_CHECKING:
     from penstock_learner.roles.rank import Rank
@@ -200,6 +201,7 @@ class RoleActors:
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         self.reserved.group, placement_group_bundle_index=rank
                     ),
+                    **runtime_environment(self.config, self.name, self.role, rank),
                 ).remote(self.config, rank, self.role.num_ranks, owner, self.name)
                 for rank in range(self.role.num_ranks)
             ]

@@ -13,7 +13,7 @@ from penstock.machine import freeze_loaded_objects
 from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.standby import start_standby
-from penstock_rollout.engines.vllm.start import is_cpu_build
+from penstock_rollout.engines.vllm.start import PROFILES, is_cpu_build
 
 logger = logging.getLogger(__name__)
 _NOT_UPDATED_BY_VLLM = ("gpt_oss",)
@@ -68,11 +68,14 @@ def check_serves_model(name: str, model_path: Path) -> None:
 
 
 def create_engine(
-    config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False
-) -> Engine:
+    config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False,
+    profiles: Path = PROFILES,
+) -> Engine:  # fmt: skip
     """Create the engine without starting it. Imports only the engine that was chosen. `report_experts` asks for the
-    experts that a mixture of experts chooses (`learner.router.replay`)."""
+    experts that a mixture of experts chooses (`learner.router.replay`), `profiles` is the folder for traces of
+    `profile_versions`."""
     name = resolve_engine_name(config)
+    check_profiles(name, config)
     if report_experts:
         check_reports_experts(name)
     if config.quantization is not None and (name != "vllm" or is_cpu_build()):
@@ -81,7 +84,9 @@ def create_engine(
         standby = start_standby(config, model_path)  # before anything else is imported
         from penstock_rollout.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(config, model_path, dtype, seed, report_experts=report_experts, standby=standby)
+        return VllmEngine(
+            config, model_path, dtype, seed, report_experts=report_experts, standby=standby, profiles=profiles
+        )
     if name == "sglang":
         from penstock_rollout.engines.sglang.engine import SglangEngine
 
@@ -89,6 +94,14 @@ def create_engine(
     from penstock_rollout.engines.torch.engine import TorchEngine
 
     return TorchEngine(config, model_path, dtype, seed, report_experts=report_experts)
+
+
+def check_profiles(name: str, config: EngineConfig) -> None:
+    """Raise ConfigError if the engine cannot record `profile_versions`."""
+    if config.profile_versions and name != "vllm":
+        raise ConfigError(
+            f"rollout.engine.profile_versions needs rollout.engine.name vllm, not {name}; set it to [], or use vllm"
+        )
 
 
 def check_reports_experts(name: str) -> None:

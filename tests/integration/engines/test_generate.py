@@ -70,6 +70,12 @@ def kill_midway(words: list[str], parts: Path, number: signal.Signals) -> int:
         process.wait()
 
 
+def reproducible(output: Path) -> list[list[Any]]:
+    """The columns that do not depend on which rows were decoded together."""
+    columns = ("row", "responses", "token_ids", "finish_reasons", "prompt", "reward_model", "extra_info", "error")
+    return [[row[name] for name in columns] for row in answers(output)]
+
+
 def answers(output: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = parquet.read_table(output).to_pylist()
     return rows
@@ -90,10 +96,27 @@ def test_a_killed_generation_continues_with_what_is_missing(dataset: Path, tmp_p
 
     straight = run(command(dataset, tmp_path / "straight.parquet"))
     assert straight.returncode == 0, straight.stderr
-    columns = ("row", "responses", "token_ids", "finish_reasons", "prompt", "reward_model", "extra_info", "error")
-    assert [[row[name] for name in columns] for row in answers(output)] == [
-        [row[name] for name in columns] for row in answers(tmp_path / "straight.parquet")
-    ]
+    assert reproducible(output) == reproducible(tmp_path / "straight.parquet")
+
+
+def test_shards_and_servers_make_the_answers_of_one_process(
+    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few, whole, sharded = ("--limit", "50"), tmp_path / "whole.parquet", tmp_path / "sharded.parquet"
+    assert run_here(command(dataset, whole, *few), capsys).returncode == 0
+    first = run_here(command(dataset, sharded, *few, "--shard", "1/3"), capsys)
+    assert first.returncode == 0 and "17 of 50 prompts" in first.stdout
+    assert "not answered yet: 17 of shard 0/3, 16 of shard 2/3; the shard that ends last" in first.stdout
+    assert run_here(command(dataset, sharded, *few, "--shard", "0/2"), capsys).returncode == 0
+    last = run_here(command(dataset, sharded, *few, "--shard", "1/2"), capsys)
+    assert last.returncode == 0 and "50 of 50 prompts, 147 samples" in last.stdout
+    assert reproducible(sharded) == reproducible(whole)
+
+    done = run(command(dataset, tmp_path / "servers.parquet", *few, "--servers", "2"))
+    assert done.returncode == 0, done.stderr
+    assert "50 of 50 prompts, 147 samples" in done.stdout and "with the start of the engines" in done.stdout
+    assert reproducible(tmp_path / "servers.parquet") == reproducible(whole)
+    assert not (tmp_path / "servers.parquet.parts").exists()
 
 
 def test_answers_hold_what_scoring_and_training_need(

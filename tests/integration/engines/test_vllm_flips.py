@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable, WeightPushFailed
 from penstock.trajectory import Sampling
+from penstock_rollout.engines.vllm import start
 from penstock_rollout.engines.vllm.engine import VllmEngine
 from support.served_engines import (
     LONG,
@@ -39,10 +42,14 @@ FEW = Sampling(max_tokens=8)
 
 
 @asynccontextmanager
-async def serving(folder: Path, **extra: Any) -> AsyncIterator[tuple[Served, VllmEngine]]:
+async def serving(
+    folder: Path, profile_versions: tuple[int, ...] = (), **extra: Any
+) -> AsyncIterator[tuple[Served, VllmEngine]]:
     write_qwen2(folder)
-    config = EngineConfig(name="vllm", max_model_len=MAX_MODEL_LEN, max_num_seqs=8, extra=extra)
-    engine = VllmEngine(config, folder, "float32", seed=0)
+    config = EngineConfig(
+        name="vllm", max_model_len=MAX_MODEL_LEN, max_num_seqs=8, extra=extra, profile_versions=profile_versions
+    )
+    engine = VllmEngine(config, folder, "float32", seed=0, profiles=folder / "profiles")
     await engine.start(policy_version=5)
     try:
         yield Served(engine, load_model(folder)), engine
@@ -103,6 +110,35 @@ async def test_a_load_that_fails_ends_all_requests_and_stops_serving(
             await engine.check_health()
         with pytest.raises(Unavailable):
             await served.answer((3,), LONG)
+
+
+async def test_chosen_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace is written after PROFILED_STEPS, or before the next version is loaded."""
+    monkeypatch.setattr(start, "PROFILED_STEPS", 4)
+
+    async def answer(num_tokens: int) -> list[str]:
+        await served.answer((3, 4), Sampling(max_tokens=num_tokens, ignore_eos=True))
+        return sorted(path.name.partition("_")[0] for path in (tmp_path / "profiles").glob("*.json.gz"))
+
+    async with serving(tmp_path, profile_versions=(5, 7)) as (served, _):
+        assert await answer(2) == []
+        assert await answer(8) == ["version-5"]
+        assert await served.update(served.next_model()) == 6
+        assert await answer(8) == ["version-5"]
+        assert await served.update(served.next_model()) == 7
+        assert await answer(2) == ["version-5"]
+        assert await served.update(served.next_model()) == 8
+        assert await answer(8) == ["version-5", "version-7"]
+    for path in (tmp_path / "profiles").glob("*.json.gz"):
+        with gzip.open(path) as file:
+            assert any(event["name"].startswith("aten::") for event in json.load(file)["traceEvents"])
+
+
+async def test_a_profile_that_fails_does_not_end_the_engine(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(tmp_path, profile_versions=(6, 7), profiler_config={}) as (served, _):
+        assert await served.update(served.next_model()) == 6
+        await served.check_serves(6)
+        assert "the profile of version 6 failed: " in caplog.text
 
 
 async def _last_reason(chunks: AsyncIterator[Any]) -> str | None:

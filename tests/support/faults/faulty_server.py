@@ -82,7 +82,7 @@ KIND = "FAULTY_KIND"
 FILE = "FAULTY_FILE"
 
 
-def create_engine(config: Any, model_path: Path, dtype: str, seed: int, *, report_experts: bool) -> FaultyEngine:
+def create_engine(config: Any, model_path: Path, dtype: str, seed: int, **_: Any) -> FaultyEngine:
     engine = FaultyEngine(config, model_path, dtype, seed)
     engine.fault = os.environ.get(KIND, "frozen")  # type: ignore[assignment]
     engine.is_faulty = Path(os.environ.get(FILE, "/nonexistent")).exists

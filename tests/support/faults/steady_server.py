@@ -52,7 +52,7 @@ class SteadyEngine(TorchEngine):
         yield TokenChunk(token_ids, log_probs, (VersionSegment(0, length, self.policy_version),), "stop")
 
 
-def create_engine(config: Any, model_path: Path, dtype: str, seed: int, *, report_experts: bool) -> SteadyEngine:
+def create_engine(config: Any, model_path: Path, dtype: str, seed: int, **_: Any) -> SteadyEngine:
     return SteadyEngine(config, model_path, dtype, seed)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from penstock.errors import InvalidInput
+from penstock.errors import InvalidInput, Unavailable
 from penstock.trajectory import Prompt
+from penstock_tools.offline import answer_store
 from penstock_tools.offline.answer_store import PART_ROWS, AnswerRow, AnswerStore, json_column, prompt_columns
+from penstock_tools.offline.shard import Shard, parse_shard
 
 TIMEOUT_S = 20.0
 SETTINGS = {"model": "/a/model", "sampling": "n 2"}
@@ -110,6 +114,103 @@ def test_two_processes_cannot_write_one_file(tmp_path: Path) -> None:
         AnswerStore(tmp_path / "a.parquet", SETTINGS).__enter__()
     with AnswerStore(tmp_path / "a.parquet", SETTINGS):
         pass
+
+
+def test_shards_that_run_at_once_make_the_file_of_one_process(tmp_path: Path) -> None:
+    count = 2 * PART_ROWS + 5
+    with AnswerStore(tmp_path / "one.parquet", SETTINGS) as store:
+        add_all(store, list(range(count)))
+        store.finish(prompts(count))
+    output = tmp_path / "a.parquet"
+    with (
+        AnswerStore(output, SETTINGS, Shard(0, 2)) as first,
+        AnswerStore(output, SETTINGS, Shard(1, 2)) as second,
+    ):
+        add_all(second, list(second.shard.rows(count)))
+        second.finish(prompts(count))
+        assert not second.finished and len(second.rows) == count // 2
+        add_all(first, list(first.shard.rows(count)))
+        first.finish(prompts(count))
+        assert first.finished and len(first.rows) == count
+        assert (first.written.num_tokens, first.totals.num_tokens) == (3 * (count - count // 2), 3 * count)
+    assert parquet.read_table(output) == parquet.read_table(tmp_path / "one.parquet")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.parquet", "one.parquet"]
+
+
+def test_shards_that_end_at_once_write_the_file_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    merges, merge = [], AnswerStore._merge
+    monkeypatch.setattr(AnswerStore, "_merge", lambda store, rows: (merges.append(store), merge(store, rows)))
+    count, output = 30, tmp_path / "a.parquet"
+    stores = [AnswerStore(output, SETTINGS, Shard(index, 3)) for index in range(3)]
+    with stores[0], stores[1], stores[2]:
+        for store in stores:
+            add_all(store, list(store.shard.rows(count)))
+            store.write_part()
+        threads = [threading.Thread(target=store.finish, args=(prompts(count),)) for store in stores]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+    assert len(merges) == 1 and all(store.finished and len(store.rows) == count for store in stores)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.parquet"]
+
+
+def test_ended_shards_continue_with_their_number_and_another(tmp_path: Path) -> None:
+    """What a killed shard leaves: parts, a part that was not finished, and the files of its locks."""
+    count, output = 20, tmp_path / "a.parquet"
+    with AnswerStore(output, SETTINGS, Shard(0, 2)) as store:
+        add_all(store, [0, 2])
+    (store.folder / "part-0-of-2-000001.parquet.partial").write_text("half")
+    with AnswerStore(output, SETTINGS, Shard(0, 2)) as store:
+        assert store.rows == {0, 2}
+        store.add(answer(4))
+    with AnswerStore(output, SETTINGS, Shard(2, 3)) as store:
+        assert store.rows == {0, 2, 4}
+        add_all(store, [row for row in store.shard.rows(count) if row not in store.rows])
+    with AnswerStore(output, SETTINGS) as store:
+        assert store.rows == {0, 2, 4, *range(2, count, 3)}
+        add_all(store, [row for row in range(count) if row not in store.rows])
+        store.finish(prompts(count))
+    assert parquet.read_table(output)["row"].to_pylist() == list(range(count))
+
+
+def test_rows_that_another_process_answers_are_refused(tmp_path: Path) -> None:
+    output = tmp_path / "a.parquet"
+    with AnswerStore(output, SETTINGS, Shard(1, 2)) as store:
+        for shard, why in (
+            (Shard(1, 2), r"is being written by another process \(--shard 1/2\); wait for it$"),
+            (Shard(0, 1), r"another process \(--shard 1/2\); wait for it, or give --shard I/2"),
+            (Shard(0, 3), r"another process \(--shard 1/2\); wait for it, or give --shard I/2"),
+        ):
+            with pytest.raises(InvalidInput, match=why):
+                AnswerStore(output, SETTINGS, shard).__enter__()
+        add_all(store, [1, 3])
+    [part] = store.folder.glob("part-*")
+    shutil.copy(part, store.folder / "part-copied-000000.parquet")
+    with pytest.raises(InvalidInput, match="holds row 1, which another part holds too; remove one of them"):
+        AnswerStore(output, SETTINGS).__enter__()
+
+
+def test_a_lock_that_is_never_free_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_store, "LOCK_S", 0)
+    with (
+        AnswerStore(tmp_path / "a.parquet", SETTINGS) as store,
+        store._locked(),
+        pytest.raises(Unavailable, match="is being read or merged by another process"),
+    ):
+        store.finish(prompts(1))
+
+
+@pytest.mark.parametrize("text", ["4/4", "1/0", "2", "-1/2", "a/b", "1/2/3"])
+def test_shards_that_cannot_be_are_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="is not I/N with I from 0 to N - 1"):
+        parse_shard(text)
+
+
+def test_a_shard_is_split_into_shards() -> None:
+    parts = [parse_shard("1/3").split(index, 4) for index in range(4)]
+    assert sorted(row for part in parts for row in part.rows(50)) == list(Shard(1, 3).rows(50))
+    assert str(parts[2]) == "7/12"
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:

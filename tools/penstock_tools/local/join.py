@@ -30,7 +30,7 @@ from penstock.machine import address_towards, is_loopback, port_is_free, visible
 from penstock.store.keys import check_name
 from penstock_learner.roles.ray_address import ask_cluster
 from penstock_tools.local.private_redis import write_private
-from penstock_tools.local.processes import ORPHANS_S, Child, ProcessGroup, Restarts, divide_gpus, try_lock
+from penstock_tools.local.processes import ORPHANS_S, Child, ProcessGroup, Restarts, gpus_of_servers, try_lock
 
 JOIN_FILE = "join.yaml"
 KEY_FIELDS = (
@@ -196,12 +196,11 @@ class Joined:
             ask_cluster(address, REACH_S)
             processes.start("ray", ray_command(self.host, f"--address={address}"), stop_timeout_s=60)
             return
-        here = self.config.changed({"rollout.num_servers": self.num_servers, "learner.ray_address": "auto"})
-        environments = divide_gpus(here, visible_gpus())
+        gpus = gpus_of_servers(self.num_servers, self.config.rollout.engine.tensor_parallel_size, visible_gpus())
         for index in range(self.num_servers):
             name = f"{self.name}-{index}"
             command = [sys.executable, "-m", "penstock_rollout", "--config", str(config_file), "--server-id", name]
-            processes.start(name, command, environment=environments.get(f"rollout-{index}"), stop_timeout_s=30)
+            processes.start(name, command, environment=gpus[index] if gpus else None, stop_timeout_s=30)
 
     def _watch(self, processes: ProcessGroup, stopping: threading.Event) -> None:
         ready: set[str] = set()

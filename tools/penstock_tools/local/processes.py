@@ -219,11 +219,15 @@ class ProcessGroup:
                 if process.pid not in own and os.getsid(process.pid) != os.getsid(0):
                     os.waitpid(process.pid, os.WNOHANG)
 
-    def stop(self) -> None:
-        """End all children, newest first, each with its own deadline. Then kill the processes that they left behind."""
+    def stop(self, *, together: bool = False) -> None:
+        """End all children, newest first or all `together`, each with its own deadline. Then kill the processes that
+        they left behind."""
+        for child in self.children if together else ():
+            child.process.terminate()
         for child in reversed(self.children):
             if child.exit_code is None:
-                child.process.terminate()
+                if not together:
+                    child.process.terminate()
                 if not self._ends_in_time(child):
                     _kill(reversed(_tree(child.process.pid)))
                     child.process.wait(10)
@@ -403,13 +407,18 @@ class HungServers:
 def divide_gpus(config: RunConfig, gpus: Sequence[str]) -> dict[str, dict[str, str]]:
     """The environment of each process: the learner has the first GPUs, then each rollout server its own. Empty if there
     are too few GPUs: then all processes see and share all of them."""
-    learner = config.learner
+    learner, rollout = config.learner, config.rollout
     num_for_learner = 0 if learner.ray_address else num_gpus(learner.placement, learner.needed_roles)
-    num_per_server = config.rollout.engine.tensor_parallel_size
-    if not gpus or num_for_learner + config.rollout.num_servers * num_per_server > len(gpus):
+    servers = gpus_of_servers(rollout.num_servers, rollout.engine.tensor_parallel_size, gpus[num_for_learner:])
+    if not gpus or len(servers) < rollout.num_servers or num_for_learner > len(gpus):
         return {}
     divided = {"learner": {VARIABLE: ",".join(gpus[:num_for_learner])}} if num_for_learner else {}
-    for index in range(config.rollout.num_servers):
-        start = num_for_learner + index * num_per_server
-        divided[f"rollout-{index}"] = {VARIABLE: ",".join(gpus[start : start + num_per_server])}
-    return divided
+    return divided | {f"rollout-{index}": server for index, server in enumerate(servers)}
+
+
+def gpus_of_servers(num_servers: int, num_per_server: int, gpus: Sequence[str]) -> list[dict[str, str]]:
+    """The environment of each rollout server, which gives it its own GPUs. Empty if there are too few."""
+    if num_servers * num_per_server > len(gpus):
+        return []
+    starts = range(0, num_servers * num_per_server, num_per_server)
+    return [{VARIABLE: ",".join(gpus[start : start + num_per_server])} for start in starts]

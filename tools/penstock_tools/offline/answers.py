@@ -52,24 +52,24 @@ UNSCORED = RewardConfig.model_validate({"by_data_source": {"*": _LATER}, "defaul
 def answer_missing(
     config: RunConfig, prompts: Sequence[Prompt], store: AnswerStore, *, concurrency: int | None, scored: bool
 ) -> float:
-    """Answer the rows that the store lacks, and finish the store. The engine starts only if a row is missing. Returns
-    the seconds that it took, not counting the start of the engine."""
+    """Answer the rows of its shard that the store lacks, and finish the store. The engine starts only if a row is
+    missing. Returns the seconds that it took, not counting the start of the engine."""
     started = time.monotonic()
-    missing = [(row, prompt) for row, prompt in enumerate(prompts) if row not in store.rows]
+    rows = store.shard.rows(len(prompts))
+    missing = [(row, prompts[row]) for row in rows if row not in store.rows]
     if missing:
         try:
-            started = asyncio.run(_answer_all(config, missing, store, concurrency, scored, len(prompts)))
+            started = asyncio.run(_answer_all(config, missing, store, concurrency, scored, len(rows)))
         except asyncio.CancelledError:  # SIGTERM
             raise KeyboardInterrupt from None
     seconds = time.monotonic() - started
-    if not store.finished:
-        store.finish(prompts)
+    store.finish(prompts)
     return seconds
 
 
 async def _answer_all(
     config: RunConfig, missing: list[tuple[int, Prompt]], store: AnswerStore, concurrency: int | None, scored: bool,
-    num_prompts: int,
+    num_rows: int,
 ) -> float:  # fmt: skip
     """Answer the missing rows. Returns the time, on the monotonic clock, at which the engine was ready."""
     main = asyncio.current_task()
@@ -80,7 +80,9 @@ async def _answer_all(
     length = PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, metrics)
     tokenization = Tokenization.of(config, length.fit)
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
-    engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, config.seed)
+    seed = config.seed + store.shard.index  # samples without a seed differ between shards, also of one prompt
+    profiles = config.folder / "profiles" / f"generate-{store.shard.index}"
+    engine = create_engine(config.rollout.engine, config.model.path, config.model.dtype, seed, profiles=profiles)
     maker = GroupMaker("generate", "generate", engine, tokenization, scorer, metrics, agents)
     # By default as many prompts as fill the engine with samples, and an eighth more, so that none of it stays free.
     at_once = concurrency or -(-config.rollout.engine.max_num_seqs * 9 // 8 // missing[0][1].num_samples)
@@ -90,7 +92,7 @@ async def _answer_all(
         await start_engine(engine, config.rollout.start_timeout_s)
         ready = time.monotonic()
         with progress_bar("generating") as progress:
-            task = progress.add_task("", total=num_prompts, completed=num_prompts - len(missing))
+            task = progress.add_task("", total=num_rows, completed=num_rows - len(missing))
             rows = iter(missing)
 
             async def work() -> None:

@@ -1,5 +1,5 @@
 """`penstock generate FILE --model FOLDER --output FILE` samples answers to every prompt of a dataset file. After an
-interruption, the same command generates only the missing rows.
+interruption, the same command generates only the missing rows. Several engines and machines can share them.
 
 `penstock evaluate FILE` scores the responses in a Parquet file by data source, with the rewards of a run. The file has
 verl's columns and `responses`: a list of samples, or one text.
@@ -8,15 +8,19 @@ verl's columns and `responses`: a list of samples, or one text.
 from __future__ import annotations
 
 import argparse
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.cli.output import print_table, to_json
-from penstock.cli.parser import Parser, interruptible, parse_with_overrides, run_interruptible
-from penstock.errors import ConfigError, InvalidInput
+from penstock.cli.parser import Parser, interruptible, parse_with_overrides, run_interruptible, whole_number
+from penstock.errors import ConfigError, InvalidInput, ProcessDied
 from penstock.sampling import add_sampling_flags, sampling_from_flags
+from penstock_tools.offline.shard import WHOLE, Shard, parse_shard
 
 if TYPE_CHECKING:
     from penstock.config.run import RunConfig
@@ -32,25 +36,49 @@ def generate(argv: Sequence[str]) -> int:
     from penstock.logs import setup_logging
     from penstock_tools.offline.answer_store import AnswerStore
     from penstock_tools.offline.answers import answer_missing, describe_settings
+    from penstock_tools.offline.servers import answer_in_servers, divide_machine
 
     setup_logging("generate")
     settings = describe_settings(config, args.file, prompts, scored=args.score)
-    again = "while it sampled answers; the same command continues"
-    with interruptible(again), AnswerStore(args.output, settings) as store:
-        num_found, tokens_before, totals = len(store.rows), store.totals.num_tokens, store.totals
-        seconds = answer_missing(config, prompts, store, concurrency=args.concurrency, scored=args.score)
+    open_store = partial(AnswerStore, args.output, settings, args.shard.split(0, args.servers))
+    environments = divide_machine(args.servers, config.rollout.engine.tensor_parallel_size) if args.servers > 1 else []
+    with interruptible("while it sampled answers; the same command continues"):
+        with open_store() as store:
+            num_found, tokens_before = len(store.rows), store.totals.num_tokens
+            if not environments:
+                seconds = answer_missing(config, prompts, store, concurrency=args.concurrency, scored=args.score)
+                num_tokens, counting = store.written.num_tokens, "not counting the start of the engine"
+        if environments:
+            started = time.monotonic()
+            if not store.rows.issuperset(args.shard.rows(len(prompts))):
+                answer_in_servers(argv, environments, args.shard, store.folder, len(prompts))
+            seconds = time.monotonic() - started
+            with open_store() as store:
+                store.finish(prompts)
+            num_tokens, counting = store.totals.num_tokens - tokens_before, "with the start of the engines"
+    totals = store.totals
     print(
-        f"{args.output}: {len(prompts)} prompts, {totals.num_samples} samples, {totals.num_tokens:,} tokens; "
-        f"{num_found} prompts had been answered before\nmodel: {config.model.path}"
+        f"{args.output}: {len(store.rows)} of {len(prompts)} prompts, {totals.num_samples} samples, "
+        f"{totals.num_tokens:,} tokens; {num_found} prompts had been answered before\nmodel: {config.model.path}"
     )
-    if num_generated := totals.num_tokens - tokens_before:
-        rate = num_generated / seconds
-        print(f"{rate:,.0f} tokens/s over {seconds:.1f} s, not counting the start of the engine")
+    if num_tokens:
+        print(f"{num_tokens / seconds:,.0f} tokens/s over {seconds:.1f} s, {counting}")
     if totals.num_rewards:
         print(f"mean reward {totals.reward_sum / totals.num_rewards:.4f}")
     if totals.num_failed:
         print(f"{totals.num_failed} prompts have no samples; the column `error` says why")
+    if not store.finished:
+        _report_missing(args.shard, store.rows, len(prompts))
     return 1 if totals.num_failed == len(prompts) else 0
+
+
+def _report_missing(shard: Shard, answered: set[int], num_prompts: int) -> None:
+    """Print what other shards have not answered yet. Raises ProcessDied if this one, in servers, lacks rows."""
+    if num_own := len(set(shard.rows(num_prompts)) - answered):
+        raise ProcessDied(f"{num_own} prompts are not answered, because servers ended; the same command continues")
+    missing = Counter(row % shard.count for row in range(num_prompts) if row not in answered)
+    shards = ", ".join(f"{count} of shard {index}/{shard.count}" for index, count in sorted(missing.items()))
+    print(f"prompts that are not answered yet: {shards}; the shard that ends last writes the file")
 
 
 def _generate_parser() -> Parser:
@@ -75,6 +103,14 @@ def _generate_parser() -> Parser:
     )
     parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
     parser.add_argument("--score", action="store_true", help="score each answer with rollout.reward")
+    parser.add_argument(
+        "--servers", type=whole_number(1), default=1, metavar="N",
+        help="engines on this machine (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shard", type=parse_shard, default=WHOLE, metavar="I/N",
+        help="answer part I of N, from 0; others share the output folder",
+    )  # fmt: skip
     return parser
 
 

@@ -45,6 +45,7 @@ from penstock_rollout.engines.vllm.start import (
     CHUNK_TOKENS,
     CONTROL_TIMEOUT_S,
     LOAD_TIMEOUT_S,
+    PROFILES,
     VERSION_MARK,
     SchedulerLoad,
     create_llm,
@@ -59,6 +60,8 @@ STAGE_POLL_SHARE = 0.1
 """How often the stage of a worker is polled: after this share of the time since the first poll, within the bounds. A
 call must not block the worker, which decodes between calls, and several workers answer it at the end of a step only."""
 STOP_TIMEOUT_S = 10.0
+PROFILE_TIMEOUT_S = 120.0
+"""How long a worker may take to write a trace."""
 FLIP_TIMEOUT_S = LOAD_TIMEOUT_S + 2 * CONTROL_TIMEOUT_S
 """Timeout of a flip inside EngineCore: the calls to verify and to load the stage, and the steps in between."""
 MAX_CHUNK_TOKENS = 16
@@ -75,16 +78,17 @@ class VllmEngine(Engine):
 
     def __init__(
         self, config: EngineConfig, model_path: Path, dtype: str, seed: int, *, report_experts: bool = False,
-        standby: Standby | None = None,
+        standby: Standby | None = None, profiles: Path = PROFILES,
     ) -> None:  # fmt: skip
         super().__init__(config, model_path, dtype, seed)
-        self._arguments = engine_arguments(config, model_path, dtype, seed)
+        self._arguments = engine_arguments(config, model_path, dtype, seed, profiles)
         if report_experts:
             self._arguments["enable_return_routed_experts"] = True
         self._standby = standby
         self.load = SchedulerLoad()
         """The latest figures of vLLM's scheduler."""
         self._control = asyncio.Lock()
+        self._is_profiling = False
         self._llm: Any = None
         self._stamps: VersionStamps
 
@@ -102,6 +106,7 @@ class VllmEngine(Engine):
         self._stamps.policy_version = policy_version
         self.devices = tuple(await self._rpc("penstock_device"))
         self._opened(policy_version)
+        await self._begin_profile()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[TokenChunk]:
         from vllm.exceptions import VLLMValidationError
@@ -186,6 +191,7 @@ class VllmEngine(Engine):
         the engine stops serving for good."""
         policy_version, clear_cache = staged.manifest.policy_version, not self._config.keep_kv_cache
         async with self._control:
+            await self._end_profile()
             in_flight = len(self._request_ids)
             salt = self._salt(policy_version, self._num_loads + 1)
             flip = self._llm.engine_core.call_utility_async(
@@ -200,6 +206,7 @@ class VllmEngine(Engine):
             if mismatch:  # nothing was paused
                 raise WeightPushFailed(mismatch)
             self._loaded(staged, bucket_checksums)
+            await self._begin_profile()
         return CommitReport(
             receive_s=max(receive_s for receive_s, _ in timings),
             load_s=max(load_s for _, load_s in timings),
@@ -211,6 +218,25 @@ class VllmEngine(Engine):
         logger.error("the vLLM engine stops serving: %s", why)
         self._broken = why
         await answer_of(self._llm.abort(list(self._request_ids)))
+
+    async def _begin_profile(self) -> None:
+        """Record the serving version from here on, if it is one of `profile_versions`. A profile that fails is reported
+        in the log; the engine serves."""
+        if self.policy_version in self._config.profile_versions:
+            self._is_profiling = True
+            await self._profile("start_profile", f"version-{self.policy_version}")
+
+    async def _end_profile(self) -> None:
+        """Write the trace, unless vLLM has done so after PROFILED_STEPS."""
+        if self._is_profiling:
+            self._is_profiling = False
+            await self._profile("stop_profile")
+
+    async def _profile(self, method: str, *arguments: str) -> None:
+        try:
+            await answer_of(getattr(self._llm, method)(*arguments), PROFILE_TIMEOUT_S)
+        except Exception as error:  # vLLM raises many types
+            logger.error("the profile of version %d failed: %s", self.policy_version, error)
 
     async def _rpc(self, method: str, *args: Any, timeout_s: float = CONTROL_TIMEOUT_S) -> list[Any]:
         """Call a method of every worker. Returns the results in rank order."""

@@ -19,6 +19,10 @@ CONTROL_TIMEOUT_S = 60.0
 """Timeout of a call to EngineCore, which answers between two decode steps."""
 LOAD_TIMEOUT_S = 600.0
 
+PROFILED_STEPS = 100
+"""Decoding steps of a version that are recorded. All of a version would be gigabytes."""
+PROFILES = Path("profiles")
+"""The folder for traces, if the caller names none."""
 CHUNK_TOKENS = "penstock_chunk_tokens"
 """The key in the `extra_args` of a request: how many tokens EngineCore sends at once. Without it, it sends each one."""
 VERSION_MARK = "penstock-version-"
@@ -82,8 +86,11 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
-def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: int) -> dict[str, Any]:
-    """Return the arguments of AsyncEngineArgs. Arguments in `rollout.engine.extra` come last and win."""
+def engine_arguments(
+    config: EngineConfig, model_path: Path, dtype: str, seed: int, profiles: Path = PROFILES
+) -> dict[str, Any]:
+    """Return the arguments of AsyncEngineArgs. Arguments in `rollout.engine.extra` come last and win. `profiles` is the
+    folder for traces of `profile_versions`."""
     executor = "InProcessExecutor" if config.tensor_parallel_size == 1 else "TensorParallelExecutor"
     arguments: dict[str, Any] = {
         "model": str(model_path),
@@ -109,6 +116,15 @@ def engine_arguments(config: EngineConfig, model_path: Path, dtype: str, seed: i
         # If the prompt of a seeded request were split over steps, EngineCore would die: a CPU generator has no rewind.
         arguments["enable_chunked_prefill"] = False
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    if config.profile_versions:
+        arguments["profiler_config"] = {
+            "profiler": "torch",
+            "torch_profiler_dir": str(profiles),
+            "torch_profiler_with_stack": False,
+            "torch_profiler_dump_cuda_time_total": False,
+            "ignore_frontend": True,
+            "max_iterations": PROFILED_STEPS,
+        }
     return arguments | config.extra
 
 

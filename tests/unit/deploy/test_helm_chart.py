@@ -50,6 +50,7 @@ WRONG_BY_SCHEMA = {
     "config.learner.lrr=0.1": "config.learner: Additional property lrr is not allowed",
     "config.learner.lr=fast": "config.learner.lr: Does not match",
     "config.learner.placement=split": "config.learner.placement: config.learner.placement must be one of",
+    "config.extends=base.yaml": "config: Additional property extends is not allowed",
     "config.redis.url=redis://:secret@host": "config.redis: Additional property url is not allowed",
     "images.redis.digest=abc": "images.redis.digest: Does not match",
     "learner.gang.scheduler=volcanoe": "learner.gang.scheduler: learner.gang.scheduler must be one of",

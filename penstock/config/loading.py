@@ -77,7 +77,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Mistake]:
     unknown = [mistake for mistake in mistakes if mistake.text.startswith("unknown key")]
     suggested = {hint for mistake in unknown for hint in re.findall(r"did you mean '(.+)'", mistake.text)}
     misspelled = tuple(f"{name} is missing" for name in suggested)
-    others = [mistake for mistake in mistakes if mistake not in unknown]
+    # A list that is wrong inside is also not the text that the field may have instead.
+    outer = {mistake.path[:depth] for mistake in mistakes for depth in range(len(mistake.path))}
+    others = [mistake for mistake in mistakes if mistake not in unknown and mistake.path not in outer]
     return [*unknown, *(mistake for mistake in others if not mistake.text.startswith(misspelled))]
 
 
@@ -354,7 +356,7 @@ def _read_layers(path: Path, chain: tuple[Path, ...], layers: dict[Path, Layer])
         raise ConfigError(f"{' extends '.join(map(str, (*chain, path)))}: remove one of these `extends`")
     data = _parse(_read(path, chain), str(path))
     names = data.pop("extends", [])
-    for name in [names] if isinstance(names, str) else names if isinstance(names, list) else [names]:
+    for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{path}: extends must be a file or a list of files, not {names!r}")
         _read_layers(path.parent / name, (*chain, path), layers)
@@ -418,7 +420,7 @@ def _assign(data: dict[str, Any], keys: list[str], value: Any) -> None:
 
 def merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """`base` with the values of `other`, section by section. A section of another `kind` replaces the whole one."""
-    if base.get("kind") != other.get("kind", base.get("kind")):
+    if "kind" in base and base["kind"] != other.get("kind", base["kind"]):
         return dict(other)
     result = dict(base)
     for name, value in other.items():

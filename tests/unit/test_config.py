@@ -92,6 +92,15 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
             "learner.ray_address head:6379 is the address of redis.url; give the one of Ray's head",
         ),
         (["--learner.ray_address=ray://head:10001"], "learner.ray_address: must be HOST:PORT of a Ray head"),
+        (
+            ["--dataset.file=s3://b/train.parquet"],
+            "dataset.file: s3://b/train.parquet is a URL, and datasets are read from",
+        ),
+        (
+            ["--dataset.file", "[{file: 'gs://b/a'}]"],
+            "on Kubernetes, that of a file on the claim storage.data.existingClaim",
+        ),
+        (["--dataset.validation.file=s3://b/v"], "dataset.validation.file: s3://b/v is a URL"),
         (["learner.lr", "1"], "'learner.lr' is not an override"),
         (
             ["--run", "No Spaces"],

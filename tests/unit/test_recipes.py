@@ -102,6 +102,14 @@ def test_rows_that_train_other_models_have_other_runs() -> None:
     assert len({run for run, _ in models}) == len(models)
 
 
+def test_a_plan_for_a_file_that_extends_another_is_a_whole_config(tmp_path: Path) -> None:
+    file, placed = RECIPES / "gsm8k" / "ppo.yaml", tmp_path / "placed.yaml"
+    assert cli.main(["plan", "--gpus", "8", "--config", str(file), "--write", str(placed)]) == 0
+    assert "extends" not in placed.read_text()
+    config = load_config(placed)
+    assert config.dataset == load_config(file).dataset and config.learner.critic is not None
+
+
 # ── data and rewards ──
 
 ANSWERS: dict[str, Callable[[Any], str]] = {

@@ -132,13 +132,14 @@ def test_a_redis_older_than_the_checkpoint_is_refused_unless_it_knows_every_prom
 def test_the_copied_folder_of_a_run_continues_elsewhere(tmp_path: Path) -> None:
     words = (
         "--rollout.engine.name", "torch", "--learner.policy.num_ranks", "1", "--replay.groups_per_step", "8",
-        "--learner.algorithm.kl.placement", "none", "--learner.num_steps", "16", "--learner.checkpoint.every_steps", "3",
+        "--learner.algorithm.kl.placement", "none", "--learner.num_steps", "16",
+        "--learner.checkpoint.every_steps", "3",
     )  # fmt: skip
     copied = tmp_path / "elsewhere" / "t"
     first = DemoProcess(tmp_path, *words)
     try:
         first.wait_for_step(4)
-        until(lambda: list(first.folder.glob("checkpoints/term-*-step-3")), "a checkpoint")
+        until(lambda: list(first.folder.glob("checkpoints/term-*-step-00000003")), "a checkpoint")
         shutil.copytree(first.folder, copied, ignore=shutil.ignore_patterns("redis", "lock"))
         shutil.copytree(first.folder / "redis", copied / "redis")
     finally:

@@ -108,6 +108,8 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
                 "config.learner.checkpoint.upload=s3://b/p,networkPolicy.egress.enabled=true",
                 "add a rule to networkPolicy.egress.to.learner",
             ),
+            ("config.dataset.file=s3://b/a.parquet", "names s3://b/a.parquet, and datasets are read from files"),
+            ("config.dataset.validation.file=s3://b/v.parquet", "set storage.data.existingClaim to the claim"),
             ("learner.gang.scheduler=kueue", "set learner.gang.queue to a LocalQueue"),
             ("gateway.ingress.enabled=true", "gateway.ingress.host"),
             (

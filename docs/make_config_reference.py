@@ -31,6 +31,7 @@ HEADER = """\
 One YAML file configures a run. Every process reads the same file. Any field can be overridden on the command line
 by its dotted name: `--learner.lr 3e-5` or `--learner.lr=3e-5`. Values are YAML in both places. Dashes and underscores
 in names are equivalent. Unknown keys are refused. Relative paths are relative to the working directory.
+`extends: base.yaml`, or a list, takes what the file omits from others, named relative to it.
 
 Only `model.path` is required. Names that end in `_s` are in seconds, `_bytes` in bytes. A field may be null if that is
 its default.

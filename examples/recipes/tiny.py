@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from examples.recipes.tiny_sources import COPIES, write_tiny_copies
+from penstock.config.loading import read_config
 
 HERE = Path(__file__).parent
 DATA_OF = {"lora_one_gpu": "gsm8k"}
@@ -100,7 +101,7 @@ def make_tiny(recipe: str, config: Path, folder: Path) -> Path:
     if not (folder / "model").exists():
         make_model(folder / "model")
     file = folder / "tiny.yaml"
-    file.write_text(yaml.safe_dump(shrink(yaml.safe_load(config.read_text()), folder), sort_keys=False))
+    file.write_text(yaml.safe_dump(shrink(read_config(config), folder), sort_keys=False))
     return file
 
 

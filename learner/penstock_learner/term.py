@@ -46,6 +46,11 @@ class Ledger:
     def __len__(self) -> int:
         return sum(last - first + 1 for first, last in self._ranges)
 
+    @property
+    def last_id(self) -> int:
+        """0 if the ledger is empty."""
+        return self._ranges[-1][1] if self._ranges else 0
+
     def missing(self, bitmap: bytes) -> list[int]:
         """The prompts of a bitmap that the ledger does not hold. The first byte's highest bit stands for prompt 0."""
         bits = np.unpackbits(np.frombuffer(bitmap, np.uint8))

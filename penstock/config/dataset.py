@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from penstock.config.base import Config
 from penstock.sampling import Sampling, SamplingParameters
 
 
+def _no_url(file: object) -> object:
+    if re.match(r"[a-z][a-z0-9+.-]*:/", str(file)):
+        raise ValueError(
+            f"{file} is a URL, and datasets are read from files: download it and give its path; on Kubernetes, that of "
+            "a file on the claim storage.data.existingClaim"
+        )
+    return file
+
+
+File = Annotated[Path, BeforeValidator(_no_url)]
+
+
 class WeightedFile(Config):
     """A dataset file, or several of them by a pattern, with its share of an epoch."""
 
-    file: Path
+    file: File
     """File, folder, pattern or Hub id, as in `dataset.file`."""
     weight: float = Field(default=1.0, gt=0)
     """How often an epoch has each row: 2 is twice, and 0.5 is a different half of the rows in each epoch."""
 
 
-Files = Path | tuple[Path | WeightedFile, ...]
+Files = File | tuple[File | WeightedFile, ...]
 
 
 class ColumnsConfig(Config):
@@ -58,7 +71,7 @@ class ValidationConfig(SamplingConfig):  # type: ignore[misc]  # mypy does not k
     file: Files | None = None
     """Dataset in the same formats as the training file, with the same columns and loader. None means no validation."""
     every_steps: int = Field(default=25, ge=1)
-    """Number of steps between two validations. The policy after the last step is validated in any case."""
+    """Steps between two validations. The policy after the last step is always validated."""
     before_train: bool = True
     """Validate before the first step too (verl's `val_before_train`)."""
     only: bool = False

@@ -4,6 +4,8 @@ Every mistake is one line: a wrong value with its field's path and what is expec
 
     learner.lr: must be a number, not 'fast'
     unknown key 'learner.num_step'; did you mean 'num_steps'?
+
+A file may extend others, whose values hold where it has none: `extends: base.yaml`, or a list.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, get_args, get_origin
 from urllib.parse import urlsplit
@@ -74,7 +77,9 @@ def explain(error: ValidationError, model: type[BaseModel]) -> list[Mistake]:
     unknown = [mistake for mistake in mistakes if mistake.text.startswith("unknown key")]
     suggested = {hint for mistake in unknown for hint in re.findall(r"did you mean '(.+)'", mistake.text)}
     misspelled = tuple(f"{name} is missing" for name in suggested)
-    others = [mistake for mistake in mistakes if mistake not in unknown]
+    # A list that is wrong inside is also not the text that the field may have instead.
+    outer = {mistake.path[:depth] for mistake in mistakes for depth in range(len(mistake.path))}
+    others = [mistake for mistake in mistakes if mistake not in unknown and mistake.path not in outer]
     return [*unknown, *(mistake for mistake in others if not mistake.text.startswith(misspelled))]
 
 
@@ -243,7 +248,8 @@ _Loader.add_implicit_resolver(
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path`, apply overrides such as `["--learner.num_steps", "20"]`, and validate the result."""
     _refuse_visible_password(overrides)
-    return load_overrides(read_config(path), overrides, str(path))
+    layers = read_layers(path)
+    return load_overrides(folded(layers), overrides, layers)
 
 
 def parse_config(text: str, source: str) -> RunConfig:
@@ -262,7 +268,9 @@ def _refuse_visible_password(overrides: Sequence[str]) -> None:
             )
 
 
-def load_overrides(data: dict[str, Any], overrides: Sequence[str], source: str = "command line") -> RunConfig:
+def load_overrides(
+    data: dict[str, Any], overrides: Sequence[str], source: str | Sequence[Layer] = "command line"
+) -> RunConfig:
     """Like `load_config`, for data that is already parsed."""
     given = parse_overrides(overrides)
     for keys, value in given:
@@ -270,7 +278,9 @@ def load_overrides(data: dict[str, Any], overrides: Sequence[str], source: str =
     return validate(data, source, [keys for keys, _ in given])
 
 
-def validate(data: dict[str, Any], source: str, overridden: Sequence[Sequence[str]] = ()) -> RunConfig:
+def validate(
+    data: dict[str, Any], source: str | Sequence[Layer], overridden: Sequence[Sequence[str]] = ()
+) -> RunConfig:
     """Raises ConfigError with a line for each wrong field. The keys in `overridden` are from the command line."""
     try:
         return RunConfig.model_validate(data)
@@ -279,7 +289,8 @@ def validate(data: dict[str, Any], source: str, overridden: Sequence[Sequence[st
         for mistake in explain(error, RunConfig):
             path = list(mistake.path)
             is_flag = any(path[: len(keys)] == list(keys)[: len(path)] for keys in overridden)
-            lines.append(f"{'command line' if is_flag else source}: {mistake.line}")
+            named = source if isinstance(source, str) else _files_with(path, source)
+            lines.append(f"{'command line' if is_flag else named}: {mistake.line}")
         raise ConfigError("\n".join(lines)) from error
 
 
@@ -314,17 +325,80 @@ def parse_value(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)  # noqa: S506  (a SafeLoader)
 
 
+@dataclass(frozen=True)
+class Layer:
+    """What one file says."""
+
+    file: Path
+    data: dict[str, Any]
+
+
 def read_config(path: Path) -> dict[str, Any]:
-    """The data of a file as it is written, without defaults."""
+    """The data of a file and of those that it extends, without defaults."""
+    return folded(read_layers(path))
+
+
+def folded(layers: Sequence[Layer]) -> dict[str, Any]:
+    return reduce(merged, (layer.data for layer in layers), {})
+
+
+def read_layers(path: Path) -> list[Layer]:
+    """A file and all that it extends, each once: the ones that it extends come before it. Their names are relative to
+    the file that has them. Paths of other fields are not: they are relative to the folder of the command."""
+    layers: dict[Path, Layer] = {}
+    _read_layers(path, (), layers)
+    return list(layers.values())
+
+
+def _read_layers(path: Path, chain: tuple[Path, ...], layers: dict[Path, Layer]) -> None:
+    """Add `path`, which the last of `chain` extends, and before it what it extends."""
+    if (file := path.resolve()) in layers:
+        return
+    if file in [before.resolve() for before in chain]:
+        raise ConfigError(f"{' extends '.join(map(str, (*chain, path)))}: remove one of these `extends`")
+    data = _parse(_read(path, chain), str(path))
+    names = data.pop("extends", [])
+    for name in names if isinstance(names, list) else [names]:
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"{path}: extends must be a file or a list of files, not {names!r}")
+        _read_layers(path.parent / name, (*chain, path), layers)
+    layers[file] = Layer(path, data)
+
+
+def _read(path: Path, chain: Sequence[Path]) -> str:
     try:
-        text = path.read_text()
+        return path.read_text()
     except FileNotFoundError as error:
+        if chain:
+            text = f"{chain[-1]} extends {path}, which does not exist; `extends` is relative to the file that has it"
+            raise ConfigError(text) from error
         raise ConfigError(f"config file {path} does not exist; write one with `penstock init {path}`") from error
     except OSError as error:
         raise ConfigError(f"config file {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not YAML: it is not a text file; give the run's YAML file") from error
-    return _parse(text, str(path))
+
+
+def _files_with(path: Sequence[str], layers: Sequence[Layer]) -> str:
+    """The file that has the value at `path`, or all that have a part of the section there. If none has it, those with
+    the section around it."""
+    found: list[str] = []
+    for layer in reversed(layers):
+        is_there, value = _value_at(path, layer.data)
+        if is_there and (isinstance(value, dict) or not found):
+            found.insert(0, str(layer.file))
+        if is_there and not isinstance(value, dict):
+            break
+    return " and ".join(found) if found and path else _files_with(path[:-1], layers) if path else str(layers[-1].file)
+
+
+def _value_at(path: Sequence[str], data: Any) -> tuple[bool, Any]:
+    """Whether the data has the path, and its value."""
+    for key in path:
+        if not isinstance(data, dict) or key not in data:
+            return False, None
+        data = data[key]
+    return True, data
 
 
 def _parse(text: str, source: str) -> dict[str, Any]:
@@ -347,7 +421,9 @@ def _assign(data: dict[str, Any], keys: list[str], value: Any) -> None:
 
 
 def merged(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `other`, section by section."""
+    """`base` with the values of `other`, section by section. A section of another `kind` replaces the whole one."""
+    if "kind" in base and base["kind"] != other.get("kind", base["kind"]):
+        return dict(other)
     result = dict(base)
     for name, value in other.items():
         before = result.get(name)

@@ -528,11 +528,13 @@ class GroupConsumer(QueueCalls):
     async def committed(self) -> Committed:
         """What commits have covered so far."""
         trained = await guarded(self.client.get(self.keys.trained))
-        fields = ("committed_step", "kept_after", "rewind_term", "rewind_orders", "rewind_checkpoint")
+        fields = (
+            "committed_step", "kept_after", "next_prompt_id", "rewind_term", "rewind_orders", "rewind_checkpoint",
+        )  # fmt: skip
         *numbers, checkpoint = await guarded(self.client.hmget(self.keys.counters, fields))
-        step, kept_after, term, num_orders = (int(number or 0) for number in numbers)
+        step, kept_after, last_id, term, num_orders = (int(number or 0) for number in numbers)
         rewind = RunRewind(checkpoint.decode(), term, num_orders) if checkpoint else None
-        return Committed(step, (trained or b"").rstrip(b"\0"), kept_after, rewind)
+        return Committed(step, (trained or b"").rstrip(b"\0"), kept_after, rewind, last_id)
 
     async def rewind(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
         """Undo the commits of these prompts, in one atomic call: the run continues from a checkpoint of `step`, whose

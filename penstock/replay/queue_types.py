@@ -175,6 +175,8 @@ class Committed:
     kept_after: int
     """The prompts of every commit after this step are kept, so the run can be rewound to this step, but no further."""
     rewind: RunRewind | None
+    last_id: int = field(compare=False)
+    """The newest prompt id that was given out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -597,7 +597,10 @@ class MemoryConsumer:
         trained = bytearray(max(store.trained, default=-1) // 8 + 1)
         for prompt_id in store.trained:
             trained[prompt_id // 8] |= 128 >> prompt_id % 8
-        return Committed(store.counters["committed_step"], bytes(trained), store.counters["kept_after"], store.rewind)
+        step, kept_after, last_id = (
+            store.counters[name] for name in ("committed_step", "kept_after", "next_prompt_id")
+        )
+        return Committed(step, bytes(trained), kept_after, store.rewind, last_id)
 
     async def rewind(self, checkpoint: str, step: int, prompt_ids: Sequence[int]) -> None:
         self._check_term()

@@ -22,6 +22,7 @@ SHIPPED = sorted(
         "examples/**/demo.yaml",
         "examples/presets/*.yaml",
         "examples/own_steps/*.yaml",
+        "examples/recipes/*/*.yaml",
         "deploy/compose/run-*.yaml",
     )
     for path in ROOT.glob(pattern)
@@ -91,6 +92,15 @@ def test_a_resolved_config_reads_back_as_it_was(file: Path, tmp_path: Path) -> N
             "learner.ray_address head:6379 is the address of redis.url; give the one of Ray's head",
         ),
         (["--learner.ray_address=ray://head:10001"], "learner.ray_address: must be HOST:PORT of a Ray head"),
+        (
+            ["--dataset.file=s3://b/train.parquet"],
+            "dataset.file: s3://b/train.parquet is a URL, and datasets are read from",
+        ),
+        (
+            ["--dataset.file", "[{file: 'gs://b/a'}]"],
+            "on Kubernetes, that of a file on the claim storage.data.existingClaim",
+        ),
+        (["--dataset.validation.file=s3://b/v"], "dataset.validation.file: s3://b/v is a URL"),
         (["learner.lr", "1"], "'learner.lr' is not an override"),
         (
             ["--run", "No Spaces"],
@@ -131,6 +141,87 @@ def test_a_broken_file_is_explained(tmp_path: Path, text: str, message: str) -> 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml does not exist"):
         load_config(tmp_path / "nowhere.yaml")
+
+
+# ── files that extend others ──
+
+
+def _write(folder: Path, **files: str) -> Path:
+    """Write NAME.yaml for each. Returns the path of `top.yaml`."""
+    folder.mkdir(exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+    return folder / "top.yaml"
+
+
+def test_a_file_extends_others_by_names_relative_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _write(tmp_path / "shared", base="model: {path: m}\ndataset: {file: d.jsonl, num_samples: 4}\nlearner: {lr: 1e-4}")
+    _write(tmp_path / "shared", fast="extends: base.yaml\nlearner: {lr: 2e-4, num_steps: 3}\ndataset: {epochs: 2}")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    top = _write(tmp_path, top="extends: shared/fast.yaml\nlearner: {num_steps: 5}")
+    config = load_config(top, ["--dataset.epochs", "7"])
+    assert (config.learner.lr, config.learner.num_steps) == (2e-4, 5)
+    assert (config.dataset.num_samples, config.dataset.epochs) == (4, 7)
+    assert str(config.dataset.file) == "d.jsonl", "a path in an extended file stays relative to the working directory"
+    assert "extends" not in dump_config(config)
+
+
+def test_a_file_that_two_others_extend_counts_once(tmp_path: Path) -> None:
+    top = _write(
+        tmp_path, base="model: {path: m}\nseed: 1\nrun: r", left="extends: base.yaml\nseed: 2",
+        right="extends: base.yaml\nrun: right", top="extends: [left.yaml, right.yaml]",
+    )  # fmt: skip
+    config = load_config(top)
+    assert (config.seed, config.run) == (2, "right"), "base must not come again after left"
+
+
+def test_a_section_of_another_kind_replaces_the_one_it_extends(tmp_path: Path) -> None:
+    reward = "rollout: {reward: {by_data_source: {x: {kind: %s}}}}"
+    base = "model: {path: m}\n" + reward % "gsm8k, method: flexible"
+    top = _write(tmp_path, base=base, top="extends: base.yaml\n" + reward % "math")
+    assert load_config(top).rollout.reward.by_data_source["x"].kind == "math"
+
+
+@pytest.mark.parametrize(
+    ("base", "top", "message"),
+    [
+        ("learner: {lr: fast}", "seed: 1", "{base}: learner.lr: must be a number, not 'fast'"),
+        ("learner: {lr: fast}", "learner: {lr: slow}", "{top}: learner.lr: must be a number, not 'slow'"),
+        ("learner: {lr: 1}", "learner: {lr: null}", "{top}: learner.lr: must be a number, not empty"),
+        ("learner: {num_step: 1}", "learner: {lr: 1}", "{base}: unknown key 'learner.num_step'; did you mean"),
+        ("replay: {stale_policy: wait}", "replay: {selection: freshest}", "{base} and {top}: replay: "),
+        ("replay: 3", "replay: {selection: x}", "{top}: replay.selection: must be"),
+        ("learner: {loggers: [1]}", "learner: {lr: 1}", "{base}: learner.loggers[0]: must be "),
+        ("run: r", "dataset: {validation: {}}\nsft: {file: 3}", "{top}: sft.file: must be"),
+    ],
+)
+def test_an_error_names_the_file_that_has_the_value(tmp_path: Path, base: str, top: str, message: str) -> None:
+    file = _write(tmp_path, base=f"model: {{path: m}}\n{base}", top=f"extends: base.yaml\n{top}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    assert str(caught.value).startswith(message.format(base=tmp_path / "base.yaml", top=file))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"top": "extends: a.yaml", "a": "extends: b.yaml", "b": "extends: a.yaml"},
+         "{0}/top.yaml extends {0}/a.yaml extends {0}/b.yaml extends {0}/a.yaml: remove one of these `extends`"),
+        ({"top": "extends: top.yaml"}, "{0}/top.yaml extends {0}/top.yaml: remove"),
+        ({"top": "extends: none.yaml"}, "{0}/top.yaml extends {0}/none.yaml, which does not exist"),
+        ({"top": "extends: 3"}, "{0}/top.yaml: extends must be a file or a list of files, not 3"),
+        ({"top": "extends: [[a.yaml]]"}, "{0}/top.yaml: extends must be a file or a list of files, not [['a.yaml']]"),
+        ({"top": "extends: a.yaml", "a": "- x"}, "{0}/a.yaml must be a mapping"),
+        ({"top": "extends: a.yaml", "a": "x: ["}, "{0}/a.yaml is not YAML"),
+        ({"top": "model: {extends: a.yaml}"}, "{0}/top.yaml: unknown key 'model.extends'"),
+    ],
+)  # fmt: skip
+def test_a_wrong_extends_is_explained_in_one_line(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(_write(tmp_path, **files))
+    assert str(caught.value).splitlines()[0].startswith(message.format(tmp_path))
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: str(path.relative_to(ROOT)))

@@ -1,26 +1,28 @@
-"""The recipes of `examples/recipes`: their data is prepared offline, their configs fit on the hardware that they name,
-their rewards give full marks to right answers, and tiny versions of them run."""
+"""The recipes of `examples/recipes`: their data is prepared offline, their commands fit on the hardware that their
+pages name, their rewards give full marks to right answers, and tiny versions of them run."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
-import yaml
 from prometheus_client import CollectorRegistry
 
 from examples.recipes import tiny
 from penstock.cli import main as cli
 from penstock.config.gpu_bundles import num_gpus
-from penstock.config.loading import load_config, validate
+from penstock.config.loading import load_config
+from penstock.config.run import RunConfig
 from penstock.feed.datasets import read_prompts
 from penstock.trajectory import Sampling
 from penstock_learner.start_check import check as check_learner
@@ -33,11 +35,37 @@ ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "examples" / "recipes"
 CONFIGS = sorted(RECIPES.glob("*/*.yaml"))
 NAMES = sorted({file.parent.name for file in CONFIGS})
-HARDWARE = re.compile(r"^# Hardware: (\d+) x (\w+)$", re.MULTILINE)
+ROW = re.compile(r"^\| (.+) \| (.+) \| (\d+) x (\w+) \| `penstock up (\S+) ?(.*)` \|$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a recipe's page: what it says, and its command."""
+
+    model: str
+    placement: str
+    num_gpus: int
+    gpu: str
+    file: Path
+    overrides: tuple[str, ...]
+
+    def load(self, *overrides: str) -> RunConfig:
+        return load_config(self.file, [*self.overrides, *overrides])
+
+
+ROWS = [
+    Row(model, placement, int(count), gpu, ROOT / file, tuple(shlex.split(overrides)))
+    for name in NAMES
+    for model, placement, count, gpu, file, overrides in ROW.findall((RECIPES / name / "README.md").read_text())
+]
 
 
 def _named(file: Path) -> str:
     return f"{file.parent.name}/{file.stem}"
+
+
+def _named_row(row: Row) -> str:
+    return f"{_named(row.file)}-{row.model.partition(',')[0]}-{row.placement}"
 
 
 def _long(values: Sequence[Any]) -> list[Any]:
@@ -48,26 +76,38 @@ def test_every_recipe_has_both_placements_a_page_and_tiny_data() -> None:
     assert sorted(tiny.COPIES) == NAMES
     index = (ROOT / "examples" / "README.md").read_text()
     for name in NAMES:
-        configs = [load_config(file) for file in sorted((RECIPES / name).glob("*.yaml"))]
-        placements = {config.learner.placement for config in configs}
+        rows = [row for row in ROWS if row.file.parent.name == name]
         page = (RECIPES / name / "README.md").read_text()
         assert f"recipes/{name}/README.md" in index
-        assert placements == {"standalone", "split-collocate"} or "--learner.placement split-collocate" in page
+        assert {row.file for row in rows} == set((RECIPES / name).glob("*.yaml"))
+        assert {row.placement for row in rows} == {"standalone", "split-collocate"}
+        assert len(rows) == page.count(" x h100 |")
         assert "not yet measured" in page
-        for file in (RECIPES / name).glob("*.yaml"):
-            assert file.stem in page and " x ".join(HARDWARE.findall(file.read_text())[0]) in page
 
 
-@pytest.mark.parametrize("file", CONFIGS, ids=_named)
-def test_a_config_fits_on_the_hardware_that_it_names(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    [(count, gpu)] = HARDWARE.findall(file.read_text())
-    config = load_config(file)
-    assert cli.main(["plan", "--config", str(file), "--gpu", gpu]) == 0
+@pytest.mark.parametrize("row", ROWS, ids=_named_row)
+def test_a_command_is_what_its_row_says_and_fits_on_its_hardware(row: Row, capsys: pytest.CaptureFixture[str]) -> None:
+    config = row.load()
+    assert config.model.path.name == row.model.partition(",")[0] and config.learner.placement == row.placement
+    assert cli.main(["plan", "--config", str(row.file), "--gpu", row.gpu, *row.overrides]) == 0
     text = capsys.readouterr().out
     assert "does not fit" not in text
     servers = config.rollout.num_servers * config.rollout.engine.tensor_parallel_size
     needed = num_gpus(config.learner.placement, config.learner.needed_roles) + servers
-    assert needed == int(count) or (count == "1" and "both on one GPU" in text)
+    assert needed == row.num_gpus or (row.num_gpus == 1 and "both on one GPU" in text)
+
+
+def test_rows_that_train_other_models_have_other_runs() -> None:
+    models = {(row.load().run, row.load().model.path) for row in ROWS}
+    assert len({run for run, _ in models}) == len(models)
+
+
+def test_a_plan_for_a_file_that_extends_another_is_a_whole_config(tmp_path: Path) -> None:
+    file, placed = RECIPES / "gsm8k" / "ppo.yaml", tmp_path / "placed.yaml"
+    assert cli.main(["plan", "--gpus", "8", "--config", str(file), "--write", str(placed)]) == 0
+    assert "extends" not in placed.read_text()
+    config = load_config(placed)
+    assert config.dataset == load_config(file).dataset and config.learner.critic is not None
 
 
 # ── data and rewards ──
@@ -171,45 +211,40 @@ def test_a_tiny_version_passes_the_checks(
     monkeypatch.chdir(ROOT)
     config = load_config(_tiny(file, tmp_path, tiny_model))
     check_before_start(config)
-    real, made = load_config(file), yaml.safe_load(file.read_text())
+    real = load_config(file)
     assert config.learner.algorithm.advantage == real.learner.algorithm.advantage
     assert config.rollout.reward == real.rollout.reward
-    assert validate(made, str(file)) == real
 
 
-def _check_real(file: Path, folder: Path, model: Path) -> None:
-    """What `penstock up --check` does with a config, where there are GPUs, with another model and its data."""
-    tiny.prepare(file.parent.name, folder)
-    config = load_config(file)
+def _check_real(row: Row, folder: Path, model: Path) -> None:
+    """What `penstock up --check` does with a row, where there are GPUs, with another model and its data."""
+    tiny.prepare(row.file.parent.name, folder)
+    config = row.load()
     held_out = Path(config.dataset.validation.file).name  # type: ignore[arg-type]
     index = ("--rollout.agents.tools.search.index", str(folder / "copies" / "wiki.jsonl"))
     words = (
         "--model.path", str(model), "--dataset.file", str(folder / "train.parquet"), "--run_dir", str(folder / "runs"),
         "--dataset.validation.file", str(folder / held_out), "--redis.url", "redis://127.0.0.1:1",
     )  # fmt: skip
-    config = load_config(file, [*words, *(index if "search" in config.rollout.agents.tools else ())])
+    config = row.load(*words, *(index if "search" in config.rollout.agents.tools else ()))
     check_before_start(config)
     check_learner(config)
     check_rollout(config)
 
 
-@pytest.mark.parametrize(
-    "file",
-    [CONFIGS[0], *_long(CONFIGS[1:])],
-    ids=_named,
-)
-def test_a_config_passes_the_checks_of_every_process(
-    file: Path, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("row", [ROWS[0], *_long(ROWS[1:])], ids=_named_row)
+def test_a_command_passes_the_checks_of_every_process(
+    row: Row, tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: int(HARDWARE.findall(file.read_text())[0][0]))
-    _check_real(file, tmp_path, tiny_model)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: row.num_gpus)
+    _check_real(row, tmp_path, tiny_model)
 
 
 @pytest.mark.long
 def test_a_tiny_model_answers_and_is_scored(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    file = _tiny(RECIPES / "gsm8k" / "grpo_0.5b_standalone.yaml", tmp_path, tiny_model)
+    file = _tiny(RECIPES / "gsm8k" / "grpo.yaml", tmp_path, tiny_model)
     out = tmp_path / "answers.parquet"
     words = ["--config", str(file), "--output", str(out), "--n", "2", "--max-tokens", "8", "--limit", "2", "--score"]
     assert cli.main(["generate", str(tmp_path / "test.parquet"), *words]) == 0

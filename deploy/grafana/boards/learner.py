@@ -23,13 +23,20 @@ LEARNER = Section(
         ),
         lines(
             "Outside of training",
-            "Share of the time in which the policy's ranks run no forward pass, backward pass or optimizer: of the "
-            "last step without and with waiting for groups, and of the window.",
+            "Share of the last step in which the policy's ranks run no forward pass, backward pass or optimizer, "
+            "without and with waiting for groups.",
             ("max(penstock_learner_overhead_ratio)", "without waiting"),
             ("max(penstock_learner_idle_ratio)", "with waiting"),
-            (f"1 - {rate('penstock_learner_compute_seconds_total')}", "window"),
             unit="percentunit",
             opens=("learner/Phases",),
+        ),
+        lines(
+            "GPU busy",
+            "Share of the time in which the policy's ranks run a forward pass, a backward pass or the optimizer. "
+            "NVIDIA's DCGM exporter has the figure of the hardware: DCGM_FI_PROF_SM_ACTIVE.",
+            (rate("penstock_learner_compute_seconds_total"), ""),
+            unit="percentunit",
+            opens=("learner/Outside of training", "rollout/GPU busy"),
         ),
         lines(
             "Steps",

@@ -186,16 +186,20 @@ ENGINE = Section(
     ),
 )
 
+_GENERATING = rate("penstock_rollout_generating_seconds_total", SERVER)
+_PAUSED = rate("penstock_rollout_paused_seconds_total", SERVER)
+
 WAITING = Section(
     "Waiting servers",
     (
         lines(
-            "Idle",
-            "Share of the time in which the engine had no request, by server.",
-            (by_server(f"1 - {rate('penstock_rollout_generating_seconds_total', SERVER)}"), "{{server}}"),
+            "GPU busy",
+            "Share of the time in which the engine had a request and was not paused, by server. NVIDIA's DCGM exporter "
+            "has the figure of the hardware: DCGM_FI_PROF_SM_ACTIVE.",
+            (by_server(f"clamp_min({_GENERATING} - {_PAUSED}, 0)"), "{{server}}"),
             unit="percentunit",
-            limits={0.2: "orange"},
-            opens=("overview/Waiting",),
+            limits={0: "orange", 0.8: "green"},
+            opens=("overview/Waiting", "rollout/Paused"),
         ),
         lines(
             "Paused",

@@ -49,6 +49,9 @@
 {{- fail (printf "config names %s, which files lacks; add --set-file 'files.%s=FILE'" . (base . | replace "." "\\.")) -}}
 {{- end -}}
 {{- end -}}
+{{- with regexFind "[a-z][a-z0-9+.-]*://[^\"]+" (pick (dig "dataset" (dict) $values.config) "file" "validation" | toRawJson) -}}
+{{- fail (printf "config.dataset names %s, and datasets are read from files; put it on a claim, and set storage.data.existingClaim to the claim and config.dataset to the path below %s" . $values.storage.data.mountPath) -}}
+{{- end -}}
 {{- if and (dig "learner" "checkpoint" "upload" "" $values.config) $values.networkPolicy.enabled $values.networkPolicy.egress.enabled (not $values.networkPolicy.egress.to.learner) -}}
 {{- fail "config.learner.checkpoint.upload is set, and networkPolicy.egress stops the learner from connecting to it; add a rule to networkPolicy.egress.to.learner" -}}
 {{- end -}}

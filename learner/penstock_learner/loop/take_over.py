@@ -182,7 +182,15 @@ def _checked(
     state.check_store(store_id)
     if path == Path(config.resume):
         state = replace(state, resumed_from=config.resume)
-    uncovered, newest = Ledger(state.ledger).missing(committed.trained), next(iter(damaged), path)
+    ledger = Ledger(state.ledger)
+    if ledger.last_id > committed.last_id:
+        raise ConfigError(
+            f"checkpoint {path} was trained on prompt {ledger.last_id}, but the newest prompt of this Redis is "
+            f"{committed.last_id}: it is older, and would give ids of trained prompts out again; restore a newer copy "
+            "of Redis, or set learner.checkpoint.resume to an older checkpoint, or start a new run from these weights "
+            "(penstock export)"
+        )
+    uncovered, newest = ledger.missing(committed.trained), next(iter(damaged), path)
     choice = ChosenCheckpoint(path, state, uncovered, committed, store_id, newest)
     if not choice.uncovered:
         return choice

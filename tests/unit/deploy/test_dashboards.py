@@ -40,6 +40,7 @@ COLORS = {"green", "blue", "orange", "red", "purple", "yellow", "light-blue"}
 FIRST_ROW = [
     "Is it training?", "How fast?", "How stale?", "What is the bottleneck?", "Is the reward rising?",
 ]  # fmt: skip
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool; install prometheus")
 RUNBOOK_ANCHOR = re.compile(r'<h2 id="(\w+)">(\w+)</h2>')
 
 
@@ -193,7 +194,7 @@ def test_every_question_of_an_on_call_engineer_has_its_panels() -> None:
             assert title in [panel["title"] for panel in load(board)["panels"]], (question, title)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool; install prometheus")
+@needs_promtool
 def test_what_runs_out_next_is_a_leak_and_not_a_model_that_was_loaded(tmp_path: Path) -> None:
     """At 60 minutes, a leak of 10 bytes a minute has 600 bytes left: an hour. The others have no end in sight."""
     [panel] = [panel for panel in load("overview")["panels"] if panel["title"] == "What runs out next?"]
@@ -201,19 +202,49 @@ def test_what_runs_out_next_is_a_leak_and_not_a_model_that_was_loaded(tmp_path: 
     series = {"leaks": "1200-10x60", "loaded": "1000x3 200x57", "young": "_x49 1000-90x11"}
     week = 7 * 86400
     expected = [("memory of leaks", 3600), ("memory of loaded", week), ("memory of young", week)]
+    values = {available.format(name): values for name, values in series.items()}
+    labels = {f'{{run="a",what="{what}"}}': value for what, value in expected}
+    _check_promql(tmp_path, f"round({_filled(panel)})", values, labels)
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    ("board", "seconds", "share"),
+    [
+        ("learner", {"penstock_learner_compute_seconds_total": 45}, 0.75),
+        ("rollout", {"penstock_rollout_generating_seconds_total": 48, "penstock_rollout_paused_seconds_total": 0}, 0.8),
+        (
+            "rollout",
+            {"penstock_rollout_generating_seconds_total": 48, "penstock_rollout_paused_seconds_total": 9},
+            0.65,
+        ),
+        ("rollout", {"penstock_rollout_generating_seconds_total": 6, "penstock_rollout_paused_seconds_total": 12}, 0),
+    ],
+)
+def test_a_busy_gpu_computes(board: str, seconds: dict[str, int], share: float, tmp_path: Path) -> None:
+    """`seconds` are of each minute."""
+    [panel] = [panel for panel in load(board)["panels"] if panel["title"] == "GPU busy"]
+    series = {f'{name}{{run="a",instance="i"}}': f"0+{number}x60" for name, number in seconds.items()}
+    series['penstock_rollout_info{run="a",instance="i",server="s"}'] = "1x60"
+    labels = '{run="a"}' if board == "learner" else '{run="a",instance="i",server="s"}'
+    _check_promql(tmp_path, f"round({_filled(panel)}, 0.001)", series, {labels: share})
+
+
+def _filled(panel: dict[str, Any]) -> str:
+    expr: str = panel["targets"][0]["expr"]
+    return expr.replace("$run", ".*").replace("$window", "5m")
+
+
+def _check_promql(folder: Path, expr: str, series: dict[str, str], expected: dict[str, float]) -> None:
+    """Check what an expression gives after an hour."""
+    samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
     case = {
         "interval": "1m",
-        "input_series": [{"series": available.format(name), "values": values} for name, values in series.items()],
-        "promql_expr_test": [
-            {
-                "expr": f"round({panel['targets'][0]['expr'].replace('$run', '.*')})",
-                "eval_time": "60m",
-                "exp_samples": [{"labels": f'{{run="a",what="{what}"}}', "value": value} for what, value in expected],
-            }
-        ],
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
+        "promql_expr_test": [{"expr": expr, "eval_time": "60m", "exp_samples": samples}],
     }
-    (tmp_path / "case.yml").write_text(json.dumps({"evaluation_interval": "1m", "tests": [case]}))
-    command = ["promtool", "test", "rules", str(tmp_path / "case.yml")]
+    (folder / "case.yml").write_text(json.dumps({"evaluation_interval": "1m", "tests": [case]}))
+    command = ["promtool", "test", "rules", str(folder / "case.yml")]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 

@@ -50,6 +50,7 @@ WRONG_BY_SCHEMA = {
     "config.learner.lrr=0.1": "config.learner: Additional property lrr is not allowed",
     "config.learner.lr=fast": "config.learner.lr: Does not match",
     "config.learner.placement=split": "config.learner.placement: config.learner.placement must be one of",
+    "config.extends=base.yaml": "config: Additional property extends is not allowed",
     "config.redis.url=redis://:secret@host": "config.redis: Additional property url is not allowed",
     "images.redis.digest=abc": "images.redis.digest: Does not match",
     "learner.gang.scheduler=volcanoe": "learner.gang.scheduler: learner.gang.scheduler must be one of",
@@ -107,6 +108,8 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
                 "config.learner.checkpoint.upload=s3://b/p,networkPolicy.egress.enabled=true",
                 "add a rule to networkPolicy.egress.to.learner",
             ),
+            ("config.dataset.file=s3://b/a.parquet", "names s3://b/a.parquet, and datasets are read from files"),
+            ("config.dataset.validation.file=s3://b/v.parquet", "set storage.data.existingClaim to the claim"),
             ("learner.gang.scheduler=kueue", "set learner.gang.queue to a LocalQueue"),
             ("gateway.ingress.enabled=true", "gateway.ingress.host"),
             (

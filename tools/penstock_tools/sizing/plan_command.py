@@ -19,7 +19,7 @@ _FIELDS = {
 
 def main(argv: Sequence[str]) -> int:
     args, overrides = parse_with_overrides(_parser(), argv)
-    from penstock.config.loading import load_overrides, merged, read_config
+    from penstock.config.loading import folded, load_overrides, merged, read_layers
     from penstock.errors import ConfigError
     from penstock_tools.sizing import plan
     from penstock_tools.sizing.hardware import GPUS
@@ -32,12 +32,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--write writes what --gpus found: add --gpus N")
     tokens = {"prompt_tokens": args.prompt_tokens, "response_tokens": args.response_tokens}
     means = {name: value for name, value in tokens.items() if value is not None}
-    run = read_config(args.config) if args.config else plan.new_run(args.model, means)
+    layers = read_layers(args.config) if args.config else []
+    run = folded(layers) if layers else plan.new_run(args.model, means)
     for name, (field, _) in _FIELDS.items():
         if (value := getattr(args, name)) is not None:
             overrides = [f"--{field}={value}", *overrides]
             overrides += [f"--learner.lora.alpha={2 * value}"] * (name == "lora_rank")
-    config = load_overrides(run, overrides, str(args.config or "command line"))
+    config = load_overrides(run, overrides, layers or "command line")
     if args.config is not None and args.gpus is None:
         text, fits = plan.config_text(config, GPUS[args.gpu])
         print(text)

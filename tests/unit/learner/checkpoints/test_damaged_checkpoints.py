@@ -162,6 +162,7 @@ def test_the_one_before_a_damaged_checkpoint_is_taken(
         return await take_over(queue, store, CheckpointConfig(), chosen, load, 0, KLConfig())
 
     queue = MemoryReplayQueue(MemoryStore(), ReplayConfig())
+    queue.store.counters["next_prompt_id"] = 5
     assert asyncio.run(taken_over(queue)).step == 4 and same(weights(roles), saved)
     (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
     assert f"{newest.name} cannot be used: {newest / 'critic' / '__0_0.distcp'} is damaged: expected checksum" in line

@@ -182,6 +182,7 @@ async def test_a_redis_that_loses_its_data_while_the_roles_start_is_refused(
 ) -> None:
     """Its new prompts would have ids of the ledger, and would never be trained. Nothing is committed in either."""
     queue, config = contended(controller), CheckpointConfig()
+    queue.store.counters["next_prompt_id"] = 40
     state = TrainerState(5, 5, 1, [(1, 40)], store_id=await queue.store_id())
     controller.checkpoints.finish(controller.checkpoints.partial_folder(5, 1), state)
     chosen = await choose_checkpoint(queue, controller.checkpoints, config)

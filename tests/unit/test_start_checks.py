@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.machine import DiskSpace
 from penstock.start_checks import check_rewards, doubts_about, make_run_folder
 from penstock_learner.start_check import check as check_learner
-from penstock_rollout.engines.factory import check_serves_model
+from penstock_rollout.engines.factory import check_devices, check_serves_model
 from penstock_rollout.start_check import check as check_rollout
 from penstock_tools.local import start_check
 from penstock_tools.local.start_check import check_before_start, doubts_about_dataset
@@ -34,6 +35,7 @@ NO_FUNCTION = ("--rollout.reward.function_file", "null")
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`config("--a.b", "1")` is the demo's config with overrides. Its run folder is not there, and must not be made."""
     monkeypatch.chdir(DEMO.parents[2])
+    monkeypatch.setattr("penstock.start_checks.idle_gpus", str)  # this machine may have some
 
     def make(*overrides: str) -> RunConfig:
         common = ("--run_dir", str(tmp_path / "runs"), "--redis.url", "redis://127.0.0.1:1")
@@ -123,6 +125,21 @@ def test_an_engine_and_gpus_that_are_not_there(config: Any, monkeypatch: pytest.
         check_rollout(config("--rollout.engine.tensor_parallel_size", "2"))
     with pytest.raises(ConfigError, match="asks for 4 GPUs, but this machine has 1"):
         check_learner(config("--learner.policy.gpus_per_rank", "2"))
+
+
+def test_gpus_that_a_cpu_build_leaves_idle_are_named(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = "2 x H200, idle: torch 2.13.0+cpu uses CPUs only; run `make setup GPU=cuda`"
+    for module in ("penstock.start_checks", "penstock_learner.roles.ray_cluster", "penstock_rollout.engines.factory"):
+        monkeypatch.setattr(f"{module}.idle_gpus", lambda: idle)
+    assert doubts_about(config()) == [idle]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=f"asks for 2 GPUs, but this machine has {re.escape(idle)}$"):
+        check_learner(config("--learner.policy.gpus_per_rank", "1"))
+    with pytest.raises(ConfigError, match=f"sglang needs 1 GPU, but this machine has {re.escape(idle)}$"):
+        check_devices("sglang", config().rollout.engine)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="asks for 2 GPUs, but this machine has 1; lower it"):
+        check_learner(config("--learner.policy.gpus_per_rank", "1"))
 
 
 def test_a_model_that_the_engine_would_serve_with_old_weights(tmp_path: Path) -> None:

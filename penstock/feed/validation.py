@@ -213,7 +213,14 @@ class Validator:
             for source, named in evaluation.by_source.items()
             for name, value in named.items()
         }
-        await self.queue.record_scores(step, scores)
+        parts = {
+            f"{source or self.name}/{part}/mean": mean
+            for source, means in evaluation.parts.items()
+            for part, mean in means.items()
+            if not any(name.startswith(f"{part}/") for name in evaluation.by_source.get(source, ()))
+        }
+        passed = {f"{self.name}/pass@{k}": share for k, share in sorted(evaluation.pass_at.items())[-1:]}
+        await self.queue.record_scores(step, scores, passed | parts)
         self.results.parent.mkdir(parents=True, exist_ok=True)
         result = {"step": step} | asdict(evaluation)
         with self.results.open("a") as lines:

@@ -307,6 +307,11 @@ async def test_pass_at_k_of_a_validation_counts_the_part_that_is_asked_for(
     assert line["pass_at"] == ({"1": 0.5, "2": 1.0} if score == "acc" else {})
     assert ("has the part 'accuracy'" in caplog.text) == (score == "accuracy")
     assert "format 0.750" in result_line(line)
+    named = {"math/reward/mean@2": 0.375, "math/acc/mean@2": 0.5, "math/format/mean": 0.75}
+    named |= {"train/pass@2": 1.0} if score == "acc" else {}
+    found = await queue.evaluation_history()
+    assert found.items() >= {f"{name}-0": value for name, value in named.items()}.items()
+    assert not found.keys() & {"math/acc/mean-0", "train/pass@1-0"}, "drawn under other names, or not at all"
 
 
 def test_files_and_data_sources_of_a_validation_take_turns(tmp_path: Path) -> None:

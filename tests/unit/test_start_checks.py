@@ -252,10 +252,10 @@ def test_the_address_for_other_machines_is_checked(
     tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head of Ray at this address is not up yet, so the learner does not look for it."""
-    asked = list[str]()
+    asked = list[tuple[str, ...]]()
 
-    async def ask(module: str, file: Path) -> tuple[str, list[str]]:
-        asked.append(load_config(file).learner.ray_address)
+    async def ask(module: str, file: Path, *words: str) -> tuple[str, list[str]]:
+        asked.append((load_config(file).learner.ray_address, *words))
         return module, []
 
     monkeypatch.setattr(start_check, "_check_process", ask)
@@ -263,7 +263,8 @@ def test_the_address_for_other_machines_is_checked(
     assert cli.main([*words, "--host", "192.0.2.77"]) == 2
     assert "--host 192.0.2.77 is not an address of this machine" in capsys.readouterr().err
     assert cli.main([*words, "--host", "127.0.0.1", "--learner.ray_address", "127.0.0.1:6380"]) == 0
-    assert asked == ["auto"]
+    assert cli.main([*words, "--learner.ray_address", "127.0.0.1:6380"]) == 0
+    assert asked == [("127.0.0.1:6380", "--no-ray"), ("127.0.0.1:6380",)]
 
 
 def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(

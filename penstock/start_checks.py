@@ -21,6 +21,7 @@ from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.feed.datasets import RowFormat, matching_files, read_prompts
+from penstock.machine import idle_gpus
 from penstock.trajectory import Sampling
 
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -136,7 +137,7 @@ def check_lengths(config: RunConfig) -> None:
 
 def doubts_about(config: RunConfig) -> list[str]:
     """What works but is probably not meant: one line each, with what to do."""
-    doubts = []
+    doubts = [idle] if (idle := idle_gpus()) else []
     for name, neutral in Sampling().distribution.items():
         value = neutral if name == "temperature" else getattr(config.dataset, name)
         if config.dataset.file is not None and value != neutral:

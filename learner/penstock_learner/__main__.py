@@ -25,6 +25,7 @@ logger = logging.getLogger("penstock_learner")
 def main(argv: Sequence[str] | None = None) -> int:
     about = "Run the learner, which trains on the sampled groups. `penstock up` starts it with the others."
     parser = process_parser("learner", about, "--learner.lr 1e-6")
+    parser.add_argument("--no-ray", action="store_true", help="with --check, do not look at the Ray cluster")
     arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
     from penstock.hub import with_local_models
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.check:
             from penstock_learner.start_check import check
 
-            print(f"{arguments.config}: ok (learner, {check(config)})")
+            print(f"{arguments.config}: ok (learner, {check(config, with_ray=not arguments.no_ray)})")
             return 0
         keep_files_private()
         make_run_folder(config)

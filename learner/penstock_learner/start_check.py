@@ -14,13 +14,13 @@ from penstock.weights.transports import ClusterKey
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, read_rewind
 from penstock_learner.loggers.step_loggers import check_loggers
 from penstock_learner.roles.profiling import check_profiler
-from penstock_learner.roles.ray_address import FOUND_BY_RAY, check_cluster
+from penstock_learner.roles.ray_address import FOUND_BY_RAY, check_cluster, find_cluster
 
 REACH_S = 5.0
 """How long a check waits for the head of the Ray cluster."""
 
 
-def check(config: RunConfig) -> str:
+def check(config: RunConfig, *, with_ray: bool = True) -> str:
     """Raise ConfigError for the first mistake, or Unavailable for what cannot be reached. Returns a phrase that says
     from which weights the run would start, and what the Ray cluster to join has. What needs torch, whose import takes
     seconds, is checked last."""
@@ -39,7 +39,7 @@ def check(config: RunConfig) -> str:
             require_causal(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
     try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
-    cluster = _check_ray(config)
+    cluster = _check_ray(config) if with_ray else ""
     checkpoint = config.learner.checkpoint
     folder = config.folder / "checkpoints"
     rewind, is_done = read_rewind(folder)
@@ -66,10 +66,12 @@ def check_step(learner: LearnerConfig) -> None:
 
 def _check_ray(config: RunConfig) -> str:
     """Raise an error if a private Ray on this machine could not place the roles, or if the cluster to join cannot be
-    reached or is too small. Returns what the cluster has; empty for a private Ray, and for one that Ray has to find."""
+    reached or is too small. Returns what the cluster has; empty for a private Ray."""
+    if config.learner.ray_address == FOUND_BY_RAY:
+        config = config.changed({"learner.ray_address": find_cluster()})
     learner, roles = config.learner, config.learner.needed_roles
     if learner.ray_address:
-        return "" if learner.ray_address == FOUND_BY_RAY else check_cluster(learner, roles, REACH_S)
+        return check_cluster(learner, roles, REACH_S)
     if num_gpus(learner.placement, roles):
         import torch
 

@@ -36,7 +36,7 @@ class SamplesConfig(Config):
     max_bytes: int = Field(default=1 << 30, ge=0)
     """Largest size of the files in each folder. The oldest half is deleted when it is reached. 0 means no limit."""
     validation_samples: int = Field(default=256, ge=0)
-    """Number of samples that are written of each validation, from its first prompts. 0 means none."""
+    """Number of samples that are written of each validation. Files and data sources take turns. 0 means none."""
     table_every_steps: int = Field(default=10, ge=0)
     """Steps between two tables of samples for `tensorboard` and `wandb`; validations have one each. 0 means none."""
     table_rows: int = Field(default=8, ge=1, le=1000)

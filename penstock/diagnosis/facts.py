@@ -9,7 +9,7 @@ FINISHED   the last step was made, or the dataset has ended
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
@@ -90,13 +90,8 @@ class RunFacts:
 
     @cached_property
     def steps(self) -> Sequence[Mapping[str, float]]:
-        """Metrics of the steps that made the newest versions, oldest first. Versions that no step made are skipped, and
-        so are steps that were made again after a restart or a rewind."""
-        metrics: dict[int, Mapping[str, float]] = {}
-        for policy in self.policies:
-            if "reward_mean" in policy.metrics and policy.step < min(metrics, default=policy.step + 1):
-                metrics[policy.step] = policy.metrics
-        return [*metrics.values()][::-1]
+        """Metrics of the steps that made the newest versions, oldest first."""
+        return [policy.metrics for policy in made_by_steps(self.policies)]
 
     @property
     def learner_phase(self) -> str:
@@ -209,6 +204,16 @@ class RunStores:
             if found is not None:
                 return Validating(step, *found) if found[0] < found[1] else None
         return None
+
+
+def made_by_steps(policies: Iterable[policies_pb2.Policy]) -> list[policies_pb2.Policy]:
+    """The versions that steps made, oldest first; `policies` come newest first. A step that was made again after a
+    restart or a rewind is there once, as it was made last."""
+    made: list[policies_pb2.Policy] = []
+    for policy in policies:
+        if "reward_mean" in policy.metrics and (not made or policy.step < made[-1].step):
+            made.append(policy)
+    return made[::-1]
 
 
 def progress(step: int, num_steps: int) -> str:

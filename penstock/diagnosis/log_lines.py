@@ -10,6 +10,7 @@ from penstock.api.records import Finding, Part, Phase, Run
 from penstock.diagnosis import paused_finding
 from penstock.diagnosis.facts import NO_LEARNER
 from penstock.diagnosis.progress import MIN_TREND_STEPS, NEWEST_STEPS, SPEED_STEPS
+from penstock.store.heartbeats import LEARNER
 from penstock.store.reports import FIRST_BATCH, READY_PHASES
 
 STILL_AFTER_S = 15.0
@@ -105,7 +106,7 @@ def waiting_for(run: Run, before: Run) -> str:
     if run.speed_finding is not None and any(lacks_prompts(run, part) for part in new_parts):
         return run.speed_finding.text
     doing = [(part.component, part.phases[-1].name) for part in new_parts]
-    if any(phase == "training" for _, phase in doing):
+    if any(phase in READY_PHASES for component, phase in doing if component == LEARNER):
         return ""
     listed = ", ".join(f"{component}: {phase}" for component, phase in doing if phase not in READY_PHASES)
     return listed or "its processes import their libraries"

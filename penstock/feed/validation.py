@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +165,13 @@ class Validator:
         validation = config.dataset.validation
         assert validation.file is not None
         files = read_files(validation.file, config.dataset, validation.num_samples, validation.sampling)
-        rows = [prompt for _, part in files for prompt in part]
-        # Every step uses the same seeds, so that scores differ by the policy and not by the draw.
-        prompts = [seeded(prompt, config.seed, number) for number, prompt in enumerate(rows)]
+        rows = [(file, row) for file, (_, rows) in enumerate(files) for row in rows]
+        parts: dict[tuple[int, str], list[Prompt]] = {}
+        for number, (file, row) in enumerate(rows):
+            # Every step uses the same seeds, so that scores differ by the policy and not by the draw.
+            parts.setdefault((file, row.data_source), []).append(seeded(row, config.seed, number))
+        # Text is written of the first prompts, so files and data sources take turns.
+        prompts = [prompt for turn in zip_longest(*parts.values()) for prompt in turn if prompt is not None]
         if not prompts:
             raise InvalidInput(shown_files(validation.file), "holds no prompts")
         # A prompt may fail once for each attempt before it counts as finished.
@@ -208,7 +213,14 @@ class Validator:
             for source, named in evaluation.by_source.items()
             for name, value in named.items()
         }
-        await self.queue.record_scores(step, scores)
+        parts = {
+            f"{source or self.name}/{part}/mean": mean
+            for source, means in evaluation.parts.items()
+            for part, mean in means.items()
+            if not any(name.startswith(f"{part}/") for name in evaluation.by_source.get(source, ()))
+        }
+        passed = {f"{self.name}/pass@{k}": share for k, share in sorted(evaluation.pass_at.items())[-1:]}
+        await self.queue.record_scores(step, scores, passed | parts)
         self.results.parent.mkdir(parents=True, exist_ok=True)
         result = {"step": step} | asdict(evaluation)
         with self.results.open("a") as lines:

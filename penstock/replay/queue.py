@@ -49,6 +49,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from penstock.codec import encode_group
@@ -133,13 +134,16 @@ class QueueCalls(RunRecords):
             if ":" not in name
         }
 
-    async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
-        """Keep scores by benchmark, with a number such as the step of a validation, like finished evaluations."""
-        flat = [item for name, value in scores.items() for item in (name, repr(value))]
-        await self.call("record_scores", number, *flat)
+    async def record_scores(
+        self, number: int, scores: Mapping[str, float], details: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Keep scores by benchmark, with a number such as the step of a validation, like finished evaluations. Details
+        are kept likewise while there is room that no score needs."""
+        flat = [item for name, value in (*scores.items(), *details.items()) for item in (name, repr(value))]
+        await self.call("record_scores", number, len(scores), *flat)
 
     async def evaluation_history(self) -> dict[str, float]:
-        """Score of each finished evaluation whose name ends in a number. The first MAX_SCORES are kept."""
+        """Score of each finished evaluation whose name ends in a number. The first ones are kept: see keep_score."""
         return {name: float(score) for name, score in (await self.hash_of(self.keys.score_history)).items()}
 
     async def expired_reasons(self) -> dict[str, int]:

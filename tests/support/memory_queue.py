@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from penstock.codec import encode_group
 from penstock.config.service import ReplayConfig
@@ -108,9 +109,12 @@ class MemoryIntake:
             {source: means for source, own in by_source(found.samples).items() if (means := part_means(own))},
         )  # fmt: skip
 
-    async def record_scores(self, number: int, scores: Mapping[str, float]) -> None:
-        for name, value in scores.items():
-            self.store.keep_score(name, f"{name}-{number}", value)
+    async def record_scores(
+        self, number: int, scores: Mapping[str, float], details: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        for is_detail, named in ((False, scores), (True, details)):
+            for name, value in named.items():
+                self.store.keep_score(name, f"{name}-{number}", value, is_detail=is_detail)
 
     async def get_prompt(self, prompt_id: int) -> PromptStatus:
         store = self.store

@@ -202,8 +202,8 @@ class Breaker:
         self.num_probes += 1
 
 
-MAX_BENCHMARKS = 256
-MAX_SCORES = 5000
+MAX_BENCHMARKS, MAX_DETAIL_BENCHMARKS = 320, 64
+MAX_SCORES, MAX_DETAIL_SCORES = 8000, 3000
 
 
 class MemoryStore:
@@ -471,12 +471,13 @@ class MemoryStore:
             benchmark = re.sub(r"-\d+$", "", evaluation_id)
             self.keep_score(benchmark, evaluation_id, summarise(evaluation.samples).mean)
 
-    def keep_score(self, benchmark: str, numbered: str, score: float) -> None:
-        """Keep the newest score of a benchmark and, under its name with a number at the end, its history."""
-        if benchmark in self.scores or len(self.scores) < MAX_BENCHMARKS:
+    def keep_score(self, benchmark: str, numbered: str, score: float, *, is_detail: bool = False) -> None:
+        """Keep the newest score of a benchmark and, under its name with a number at the end, its history. Details are
+        kept while there is room that no score needs."""
+        if benchmark in self.scores or len(self.scores) < (MAX_DETAIL_BENCHMARKS if is_detail else MAX_BENCHMARKS):
             self.scores[benchmark] = score
         num_digits = len(numbered) - len(benchmark) - 1
-        if 0 < num_digits < 16 and len(self.score_history) < MAX_SCORES:
+        if 0 < num_digits < 16 and len(self.score_history) < (MAX_DETAIL_SCORES if is_detail else MAX_SCORES):
             self.score_history[numbered] = score
 
     def dead_letter(self, prompt_id: int, reason: str, payload: bytes) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -91,22 +91,17 @@ DEADLINE_S = 240
 
 
 class DemoProcess:
-    """`penstock demo` in a separate process. All processes that it started are ended with it, whatever happens."""
+    """`penstock demo`, or another command of the same run, in a separate process. All processes that it started are
+    ended with it, whatever happens."""
 
-    def __init__(self, folder: Path, *overrides: str, environment: Mapping[str, str] = MappingProxyType({})) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "penstock.cli.main",
-            "demo",
-            "--run_dir",
-            str(folder),
-            "--run",
-            "t",
-            *overrides,
-        ]
+    def __init__(
+        self, folder: Path, *overrides: str, environment: Mapping[str, str] = MappingProxyType({}),
+        words: Sequence[str] = ("demo",),
+    ) -> None:  # fmt: skip
+        run = ["--run_dir", str(folder), "--run", "t"]
+        command = [sys.executable, "-m", "penstock.cli.main", *words, *run, *overrides]
         self.folder = folder / "t"
-        self.output = folder / "output.txt"
+        self.output = folder / f"output-{words[0]}.txt"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **environment}

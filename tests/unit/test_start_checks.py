@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,7 +20,7 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.machine import DiskSpace
 from penstock.start_checks import check_rewards, doubts_about, make_run_folder
 from penstock_learner.start_check import check as check_learner
-from penstock_rollout.engines.factory import check_serves_model
+from penstock_rollout.engines.factory import check_devices, check_serves_model
 from penstock_rollout.start_check import check as check_rollout
 from penstock_tools.local import start_check
 from penstock_tools.local.start_check import check_before_start, doubts_about_dataset
@@ -34,6 +35,7 @@ NO_FUNCTION = ("--rollout.reward.function_file", "null")
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`config("--a.b", "1")` is the demo's config with overrides. Its run folder is not there, and must not be made."""
     monkeypatch.chdir(DEMO.parents[2])
+    monkeypatch.setattr("penstock.start_checks.idle_gpus", str)  # this machine may have some
 
     def make(*overrides: str) -> RunConfig:
         common = ("--run_dir", str(tmp_path / "runs"), "--redis.url", "redis://127.0.0.1:1")
@@ -130,6 +132,21 @@ def test_profiles_that_cannot_be_recorded(config: Any) -> None:
         check_rollout(config("--rollout.engine.name", "torch", "--rollout.engine.profile_versions", "[3]"))
     with pytest.raises(ConfigError, match="nsight records GPUs, and no rank has one"):
         check_learner(config("--learner.profile.tool", "nsight", "--learner.profile.steps", "[3]"))
+
+
+def test_gpus_that_a_cpu_build_leaves_idle_are_named(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    idle = "2 x H200, idle: torch 2.13.0+cpu uses CPUs only; run `make setup GPU=cuda`"
+    for module in ("penstock.start_checks", "penstock_learner.roles.ray_cluster", "penstock_rollout.engines.factory"):
+        monkeypatch.setattr(f"{module}.idle_gpus", lambda: idle)
+    assert doubts_about(config()) == [idle]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(ConfigError, match=f"asks for 2 GPUs, but this machine has {re.escape(idle)}$"):
+        check_learner(config("--learner.policy.gpus_per_rank", "1"))
+    with pytest.raises(ConfigError, match=f"sglang needs 1 GPU, but this machine has {re.escape(idle)}$"):
+        check_devices("sglang", config().rollout.engine)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="asks for 2 GPUs, but this machine has 1; lower it"):
+        check_learner(config("--learner.policy.gpus_per_rank", "1"))
 
 
 def test_a_model_that_the_engine_would_serve_with_old_weights(tmp_path: Path) -> None:
@@ -242,10 +259,10 @@ def test_the_address_for_other_machines_is_checked(
     tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head of Ray at this address is not up yet, so the learner does not look for it."""
-    asked = list[str]()
+    asked = list[tuple[str, ...]]()
 
-    async def ask(module: str, file: Path) -> tuple[str, list[str]]:
-        asked.append(load_config(file).learner.ray_address)
+    async def ask(module: str, file: Path, *words: str) -> tuple[str, list[str]]:
+        asked.append((load_config(file).learner.ray_address, *words))
         return module, []
 
     monkeypatch.setattr(start_check, "_check_process", ask)
@@ -253,7 +270,19 @@ def test_the_address_for_other_machines_is_checked(
     assert cli.main([*words, "--host", "192.0.2.77"]) == 2
     assert "--host 192.0.2.77 is not an address of this machine" in capsys.readouterr().err
     assert cli.main([*words, "--host", "127.0.0.1", "--learner.ray_address", "127.0.0.1:6380"]) == 0
-    assert asked == ["auto"]
+    assert cli.main([*words, "--learner.ray_address", "127.0.0.1:6380"]) == 0
+    assert asked == [("127.0.0.1:6380", "--no-ray"), ("127.0.0.1:6380",)]
+
+
+def test_the_rows_of_a_loader_are_not_tried_and_up_says_so(
+    tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
+    (tmp_path / "loader.py").write_text("def rows(files): raise AssertionError\n")
+    words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(DATA), "--dataset.max_tokens", "16"]
+    assert cli.main(["up", str(DEMO), "--check", *words, "--dataset.loader", f"{tmp_path}/loader.py:rows"]) == 0
+    (doubt,) = [line for line in capsys.readouterr().out.splitlines() if "loader" in line]
+    assert "neither its rows nor the reward on them were tried; read the first samples with `penstock samples" in doubt
 
 
 def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(

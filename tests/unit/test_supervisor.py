@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any, Self, cast
 import pytest
 
 from penstock.api.records import QueueStat, Run
+from penstock.cli import main as cli
 from penstock.config.loading import load_config
 from penstock.errors import ProcessDied
 from penstock_tools.local import commands, supervisor
@@ -31,6 +33,23 @@ class Display:
 
     def print(self, line: str) -> None:
         self.printed.append(line)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "^penstock: error: nothing to view: .* has no Redis of a run, .*`penstock plot`$"),
+        (("--check",), "--view starts nothing that could be checked or joined"),
+        (("--host", "10.0.0.1"), "--view starts nothing that could be checked or joined"),
+        (("--redis.url", "redis://127.0.0.1:1", "--gateway.host", "0.0.0.0"), "is not loopback and needs a key"),
+    ],
+)
+def test_a_view_that_cannot_be_shown_is_one_line(
+    words: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["up", str(DEMO), "--view", "--run_dir", str(tmp_path / "runs"), *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line) and not (tmp_path / "runs").exists()
 
 
 async def test_the_process_whose_death_ends_the_run_is_named_at_once() -> None:

@@ -40,6 +40,19 @@ class RayNodes:
         return f"{gpus:g} GPUs and {cpus:g} CPUs on {self.num_nodes} nodes"
 
 
+def find_cluster() -> str:
+    """The address of the cluster that `ray.init` finds from this machine. Raises ConfigError if there is none."""
+    from ray._private.services import get_ray_address_from_environment
+
+    try:
+        return str(get_ray_address_from_environment(FOUND_BY_RAY, None))
+    except ConnectionError as error:
+        raise ConfigError(
+            "learner.ray_address is auto, but no node of a Ray cluster runs on this machine; run `ray start "
+            "--address=HOST:PORT` here, with the address of the cluster's head, or set it to HOST:PORT"
+        ) from error
+
+
 def check_cluster(learner: LearnerConfig, roles: Mapping[str, RoleConfig], timeout_s: float) -> str:
     """Return what the cluster offers, in words. Raises an error if it cannot be joined or is too small."""
     nodes = ask_cluster(learner.ray_address, timeout_s)

@@ -28,6 +28,7 @@ from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpu
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, RayDied, Unavailable, one_line
+from penstock.machine import idle_gpus
 from penstock_learner.roles.profiling import profiles_folder
 from penstock_learner.roles.ray_address import FOUND_BY_RAY, ask_cluster
 from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, namespace_of
@@ -45,10 +46,9 @@ def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here
     """Raise ConfigError if this machine has too few GPUs for the roles. A private Ray cannot get more nodes."""
     num_needed = num_gpus(learner.placement, roles)
     if num_needed > num_here:
-        raise ConfigError(
-            f"learner.*.gpus_per_rank asks for {num_needed} GPUs, but this machine has {num_here:g}; lower it or "
-            "num_ranks, or set learner.ray_address to a cluster"
-        )
+        idle = "" if num_here else idle_gpus()
+        found = idle or f"{num_here:g}; lower it or num_ranks, or set learner.ray_address to a cluster"
+        raise ConfigError(f"learner.*.gpus_per_rank asks for {num_needed} GPUs, but this machine has {found}")
 
 
 async def place_roles(config: RunConfig, roles: Mapping[str, RoleConfig], timeout_s: float) -> dict[str, RoleGroup]:

@@ -286,15 +286,17 @@ local function return_prompt(id, failure, max_attempts)
 end
 
 -- Keeps the newest score of a benchmark and, under its name with a number at the end, its history. Each benchmark is a
--- metric's label, so only MAX_BENCHMARKS are kept.
-local MAX_BENCHMARKS = 256
-local MAX_SCORES = 5000
-local function keep_score(benchmark, numbered, score)
-  if redis.call('HEXISTS', SCORES, benchmark) == 1 or redis.call('HLEN', SCORES) < MAX_BENCHMARKS then
+-- metric's label, so only MAX_BENCHMARKS are kept. Details (pass@k, parts of rewards) are kept only while there are fewer
+-- than MAX_DETAIL_… in all, so that there is always room for 256 benchmarks and 5,000 scores.
+local MAX_BENCHMARKS, MAX_DETAIL_BENCHMARKS = 320, 64
+local MAX_SCORES, MAX_DETAIL_SCORES = 8000, 3000
+local function keep_score(benchmark, numbered, score, is_detail)
+  local max_benchmarks = is_detail and MAX_DETAIL_BENCHMARKS or MAX_BENCHMARKS
+  if redis.call('HEXISTS', SCORES, benchmark) == 1 or redis.call('HLEN', SCORES) < max_benchmarks then
     redis.call('HSET', SCORES, benchmark, score)
   end
-  local num_digits = #numbered - #benchmark - 1
-  if num_digits > 0 and num_digits < 16 and redis.call('HLEN', SCORE_HISTORY) < MAX_SCORES then
+  local num_digits, max_scores = #numbered - #benchmark - 1, is_detail and MAX_DETAIL_SCORES or MAX_SCORES
+  if num_digits > 0 and num_digits < 16 and redis.call('HLEN', SCORE_HISTORY) < max_scores then
     redis.call('HSET', SCORE_HISTORY, numbered, score)
   end
 end

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
-from penstock.machine import freeze_loaded_objects
+from penstock.machine import freeze_loaded_objects, idle_gpus
 from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.standby import start_standby
@@ -41,9 +41,10 @@ def check_devices(name: str, config: EngineConfig) -> None:
 
     num_here, num_needed = torch.cuda.device_count(), config.tensor_parallel_size
     if num_here < num_needed:
+        idle, lower = "" if num_here else idle_gpus(), "lower rollout.engine.tensor_parallel_size"
+        found = idle or f"{num_here}; {lower}, or use rollout.engine.name torch"
         raise ConfigError(
-            f"rollout.engine {name} needs {num_needed} GPU{'s' * (num_needed > 1)}, but this machine has {num_here}; "
-            "lower rollout.engine.tensor_parallel_size, or use rollout.engine.name torch"
+            f"rollout.engine {name} needs {num_needed} GPU{'s' * (num_needed > 1)}, but this machine has {found}"
         )
 
 

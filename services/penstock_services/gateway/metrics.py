@@ -237,7 +237,7 @@ def _run_gauges(snapshot: RunSnapshot) -> Iterator[Row]:
     apart = "Rollout servers whose groups are not trained because their log-probs disagree with the learner's."
     yield "rollout_servers_quarantined", apart, "", len(facts.quarantines)
     yield "heartbeat_age_seconds", "Time since the last heartbeat.", "component", facts.ages_s
-    yield "eval_score", "Mean reward of the newest finished evaluation.", "benchmark", snapshot.scores
+    yield "eval_score", "Mean reward of the newest finished evaluation, or another score.", "benchmark", snapshot.scores
 
 
 class GatewayMetrics:

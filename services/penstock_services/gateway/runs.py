@@ -9,7 +9,7 @@ from pydantic import Field
 
 from penstock.api import records
 from penstock.api.conversion import message_of
-from penstock.diagnosis.facts import RunFacts, RunStores
+from penstock.diagnosis.facts import RunFacts, RunStores, made_by_steps
 from penstock.diagnosis.progress import learning_finding, speed_finding
 from penstock.errors import InvalidInput, NotFound
 from penstock.replay.inspection import QueueInspector, StoredDeadLetter
@@ -103,7 +103,7 @@ class RunHandlers(Handlers):
         scores = [(*name.rpartition("-")[::2], score) for name, score in history.items()]
         names = frozenset(request.names)
         answer = runs_pb2.ListMetricsResponse()
-        for policy in reversed(newest):
+        for policy in made_by_steps(newest):
             metrics = {name: value for name, value in policy.metrics.items() if not names or name in names}
             answer.steps.append(message_of(runs_pb2.StepMetrics, policy, metrics=metrics))
         for benchmark, number, score in sorted(scores, key=lambda found: (found[0], int(found[1]))):

@@ -307,6 +307,25 @@ async def test_pass_at_k_of_a_validation_counts_the_part_that_is_asked_for(
     assert line["pass_at"] == ({"1": 0.5, "2": 1.0} if score == "acc" else {})
     assert ("has the part 'accuracy'" in caplog.text) == (score == "accuracy")
     assert "format 0.750" in result_line(line)
+    named = {"math/reward/mean@2": 0.375, "math/acc/mean@2": 0.5, "math/format/mean": 0.75}
+    named |= {"train/pass@2": 1.0} if score == "acc" else {}
+    found = await queue.evaluation_history()
+    assert found.items() >= {f"{name}-0": value for name, value in named.items()}.items()
+    assert not found.keys() & {"math/acc/mean-0", "train/pass@1-0"}, "drawn under other names, or not at all"
+
+
+def test_files_and_data_sources_of_a_validation_take_turns(tmp_path: Path) -> None:
+    """The first prompts have their samples written. Seeds are those of the order in the files, as ever."""
+    for name, sources in (("one", "aaab"), ("two", "ac")):
+        rows = [{"prompt": f"{name}{i}", "data_source": source} for i, source in enumerate(sources)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = [{"file": str(tmp_path / f"{name}.jsonl")} for name in ("one", "two")]
+    nothing: Any = None
+    validator = Validator.read(make_config(tmp_path, "redis://127.0.0.1:1", validation={"file": files}), nothing)
+    texts = [prompt.messages[0][1] for prompt in validator.prompts]
+    assert texts == ["one0", "one3", "two0", "two1", "one1", "one2"]
+    by_text = {text: prompt.sampling.seed for text, prompt in zip(texts, validator.prompts, strict=True)}
+    assert [*sorted(by_text, key=lambda text: by_text[text] or 0)] == ["one0", "one1", "one2", "one3", "two0", "two1"]
 
 
 class Server:

@@ -183,6 +183,19 @@ async def test_scores_of_evaluations_are_listed_by_benchmark_and_number(
     ]
 
 
+async def test_a_step_that_was_made_again_is_listed_once(gateway: Gateway, queue: RedisReplayQueue) -> None:
+    _, _, _, runs = stubs(gateway)
+    await queue.take_term(0)
+    for version, step in enumerate((5, 6, 5), 1):
+        policy = policies_pb2.Policy(policy_version=version, step=step, metrics={"reward_mean": version / 10})
+        await queue.publish(version, step, policy.SerializeToString())
+    await queue.publish(4, 5, policies_pb2.Policy(policy_version=4, step=5).SerializeToString())
+    listed = await both(
+        gateway, "GET", f"{RUN}/metrics", runs.ListMetrics(runs_pb2.ListMetricsRequest()), as_json(records.MetricsList)
+    )
+    assert [(step["step"], step["policy_version"]) for step in listed["steps"]] == [(5, 3)], "6 is yet to come again"
+
+
 async def test_dead_letters_are_paged_and_requeued(gateway: Gateway, queue: RedisReplayQueue) -> None:
     _, _, _, runs = stubs(gateway)
     await submit(gateway, *[PROMPT] * 3)

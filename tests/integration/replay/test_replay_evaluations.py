@@ -119,6 +119,19 @@ async def test_scores_are_kept_by_name_and_number(queue: ReplayQueue) -> None:
     }  # fmt: skip
 
 
+async def test_details_never_take_the_room_of_scores(queue: ReplayQueue) -> None:
+    details = {f"math/part{number}/mean": 1.0 for number in range(100)}
+    for step in range(1, 100):
+        await queue.record_scores(step, {"math/reward/mean@1": 0.5}, details)
+    assert len(await queue.evaluation_scores()) == 64 and len(await queue.evaluation_history()) < 3100
+    await queue.record_scores(100, {f"source{number}/reward/mean@1": 0.5 for number in range(256)}, details)
+    assert len(await queue.evaluation_scores()) == 320
+    for step in range(101, 120):
+        await queue.record_scores(step, {f"source{number}/reward/mean@1": 0.5 for number in range(256)})
+    history = await queue.evaluation_history()
+    assert sum("/reward/" in name for name in history) >= 5000 and history["source255/reward/mean@1-118"] == 0.5
+
+
 async def test_held_out_prompts_and_training_share_the_places_of_a_server(queue: ReplayQueue) -> None:
     await submit(queue, 2)
     await queue.create_evaluation("heldout", [b"q"] * 4)

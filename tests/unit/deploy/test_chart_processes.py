@@ -31,7 +31,7 @@ def test_every_process_accepts_its_rendered_config(values: str, tmp_path: Path) 
     found = processes(manifests)
     assert found.keys() == {"gateway", "rollout", "learner"} | ({"feed"} if config.dataset.file else set())
     # The image has vLLM and its node has GPUs, but this machine may have none. A cluster's GPUs are not counted.
-    elsewhere = {"rollout": ["--rollout.engine.name=torch"], "learner": ["--learner.ray_address=auto"]}
+    elsewhere = {"rollout": ["--rollout.engine.name=torch"], "learner": ["--no-ray"]}
     for name, container in found.items():
         code, output, error = check(pod, container, *elsewhere.get(name, []))
         assert (code, error) == (0, ""), f"{name}: {error}"

@@ -21,7 +21,7 @@ from penstock.diagnosis.log_lines import (
     waiting_for,
 )
 from penstock.errors import Conflict
-from penstock.store.reports import FIRST_BATCH
+from penstock.store.reports import FIRST_BATCH, LAST_VALIDATION
 from penstock_tools.local import processes
 from penstock_tools.local.demo import check_not_paused
 from penstock_tools.local.local_run import LocalRun
@@ -135,6 +135,8 @@ def test_a_run_that_is_stopped_while_it_starts_says_what_it_waited_for() -> None
     training = run_with(parts=(part("learner", ("training", 1)), serving))
     assert waiting_for(training, RUN) == ""
     assert waiting_for(training, training) == "its processes import their libraries", "that was an earlier start"
+    validating = run_with(parts=(part("learner", ("training", 1), (LAST_VALIDATION, 2)), serving))
+    assert waiting_for(validating, RUN) == "", "it has trained, so it gets the time that its last checkpoint needs"
 
 
 def test_a_learner_without_prompts_says_so_once_and_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

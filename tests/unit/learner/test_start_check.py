@@ -62,6 +62,22 @@ def test_the_check_says_that_the_ray_cluster_cannot_be_reached(tmp_path: Path, m
         check(config)
 
 
+def test_the_check_looks_for_the_ray_cluster_that_ray_would_find(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = _config(tmp_path, MODEL, None).changed({"learner.ray_address": "auto"})
+    monkeypatch.setattr(start_check, "REACH_S", 0.1)
+    monkeypatch.setattr("ray._private.services.find_gcs_addresses", set)  # others may run on this machine
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConfigError, match="is auto, but no node .*; run `ray start --address=HOST:PORT` here"):
+        check(config)
+    assert check(config, with_ray=False) == "from the model folder"
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(Unavailable, match=r"^nothing listens at learner.ray_address 127.0.0.1:1; start Ray there"):
+        check(config)
+
+
 def test_what_needs_no_torch_is_checked_before_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock_learner.start_check._check_structure", lambda _: pytest.fail("it imports torch"))
     with pytest.raises(ConfigError, match=r"learner.critic.path \S+ is not a model folder"):

@@ -25,7 +25,7 @@ from penstock.diagnosis import Level, finding
 from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.health import run_findings
 from penstock.errors import PenstockError
-from penstock.machine import cpu_builds, folder_bytes, gpu_names, measure_disk, nvidia_smi, port_is_free
+from penstock.machine import folder_bytes, gpu_names, idle_gpus, measure_disk, nvidia_smi, port_is_free
 from penstock.start_checks import RUN_CHECKS
 from penstock.store.redis_client import RedisClient, connect
 
@@ -165,8 +165,8 @@ def check_gpus(config: RunConfig) -> list[Finding]:
     if wanted > len(names) and not config.learner.ray_address:
         advice = "lower learner.*.num_ranks" if names else "install the driver, or set learner.*.gpus_per_rank to 0"
         return [finding("gpus", "FAIL", f"{found}, but the learner needs {wanted}", advice)]
-    if names and (builds := cpu_builds()):
-        text, advice = f"{found}, idle: {builds} use CPUs only", "run `make setup GPU=cuda`, or install penstock[gpu]"
+    if idle := idle_gpus():
+        text, _, advice = idle.partition("; ")
         return [finding("gpus", "FAIL" if wanted else "WARN", text, advice)]
     if len(names) < 2:
         return [finding("gpus", "OK", found if names else f"{found}, and the learner needs none here")]

@@ -27,7 +27,10 @@ def up(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config", type=Path, help="YAML file of the run")
     parser.add_argument("--check", action="store_true", help="check the configuration and exit")
     parser.add_argument("--host", default="", help="address of this machine at which others reach it and join the run")
+    parser.add_argument("--view", action="store_true", help="show the console of a run that has ended; nothing trains")
     arguments, overrides = parse_with_overrides(parser, argv)
+    if arguments.view and (arguments.check or arguments.host):
+        parser.error("--view starts nothing that could be checked or joined; omit --check and --host")
 
     import asyncio
 
@@ -37,7 +40,14 @@ def up(argv: Sequence[str] | None = None) -> int:
     from penstock.start_checks import doubts_about
     from penstock_tools.local.start_check import check_before_start, check_processes
 
-    config = with_local_datasets(with_local_models(load_config(arguments.config, overrides)))
+    config = load_config(arguments.config, overrides)
+    if arguments.view:
+        from penstock_tools.local.supervisor import view
+
+        keep_files_private()
+        asyncio.run(view(config))
+        return 0
+    config = with_local_datasets(with_local_models(config))
     for doubt in doubts_about(config):
         print(f"warning: {doubt}", flush=True)
     if arguments.check:

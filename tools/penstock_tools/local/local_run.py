@@ -24,7 +24,7 @@ from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import PROCESS_STARTED
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
 from penstock.feed.feed_process import FEED, feed_file
-from penstock.machine import close_to_others, free_port, visible_gpus, wait_for_port
+from penstock.machine import close_to_others, free_port, port_is_free, visible_gpus, wait_for_port
 from penstock.store.heartbeats import Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.redis_client import connect
@@ -41,7 +41,7 @@ from penstock_tools.local.processes import (
     divide_gpus,
     try_lock,
 )
-from penstock_tools.local.start_check import check_before_start
+from penstock_tools.local.start_check import check_before_start, check_before_view
 
 logger = logging.getLogger(__name__)
 LEARNER, GATEWAY = "learner", "gateway"
@@ -58,12 +58,14 @@ class LocalRun:
 
     Leaving the block ends every process. Starting the run again continues it."""
 
-    def __init__(self, config: RunConfig, host: str = "") -> None:
-        """`host` is the address at which other machines reach this one, and join the run. Empty means that none can."""
+    def __init__(self, config: RunConfig, host: str = "", *, is_view: bool = False) -> None:
+        """`host` is the address at which other machines reach this one, and join the run. Empty means that none can. A
+        view starts Redis and the gateway only, and leaves the run's `config.yaml` as it is."""
         self.config = config
         self.host = host
+        self.is_view = is_view
         self.folder = config.folder
-        self.config_file = config.folder / "config.yaml"
+        self.config_file = config.folder / ("view.yaml" if is_view else "config.yaml")
         """The resolved config, which every child reads."""
         self.processes = ProcessGroup(config.folder / "logs")
         self.on_restart: Callable[[str], None] = lambda _: None
@@ -84,7 +86,7 @@ class LocalRun:
         """Additional environment variables of a process, by its name."""
 
     async def __aenter__(self) -> Self:
-        check_before_start(self.config)
+        (check_before_view if self.is_view else check_before_start)(self.config)
         await self._take_lock()
         try:
             ClusterKey.of(self.config).make_if_missing()
@@ -98,8 +100,9 @@ class LocalRun:
             for name in (GATEWAY, feed_file(self.config)):
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
             gateway = self._start_process(GATEWAY, "penstock_services.gateway")
-            await self._record_start()
-            self._start_workers()
+            if not self.is_view:
+                await self._record_start()
+                self._start_workers()
             self._client = await self._wait_for_gateway(gateway, timeout_s=60)
             gateway.command = [*gateway.command, *self._gateway_ports()]
         except BaseException:
@@ -218,7 +221,9 @@ class LocalRun:
     def _start_redis(self) -> None:
         if self.config.redis.url:
             return
-        kept = kept_port(self.folder / "redis") if self.host else 0
+        kept = kept_port(self.folder / "redis") if self.host or self.is_view else 0
+        if self.is_view and not port_is_free("127.0.0.1", kept):
+            kept = 0
         port = kept or free_port(self.host or "127.0.0.1")
         redis_config, url = write_config(self.folder / "redis", port, host=self.host)
         redis = self.processes.start("redis", [find_redis_server(), str(redis_config)], ends_last=True)

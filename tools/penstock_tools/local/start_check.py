@@ -27,7 +27,6 @@ from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_fo
 from penstock.store.notices import Event
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.transports import ClusterKey
-from penstock_learner.roles.ray_address import FOUND_BY_RAY
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import RewardChoice, Scorer
 from penstock_rollout.tokenization import PromptLength, Tokenization
@@ -46,6 +45,20 @@ def check_before_start(config: RunConfig) -> None:
     if config.rollout.num_servers:
         check_agent_packages(config.rollout.agents)
     check_run_folder(config)
+    _check_own_gateway(config)
+
+
+def check_before_view(config: RunConfig) -> None:
+    """Check that a run has left something to view, and that its gateway can start. Raises ConfigError."""
+    if not config.redis.url and not (config.folder / "redis").is_dir():
+        raise ConfigError(
+            f"nothing to view: {config.folder} has no Redis of a run, and redis.url is empty; correct run or run_dir, "
+            "or draw the run's metrics with `penstock plot`"
+        )
+    _check_own_gateway(config)
+
+
+def _check_own_gateway(config: RunConfig) -> None:
     check_gateway(config.gateway)
     if config.gateway.keys_file is not None and config.gateway.api_key_file is None:
         raise ConfigError(
@@ -70,13 +83,12 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
     what was checked, and what servers would warn of. Raises ConfigError with everything that is wrong."""
     if host:
         opened(config, host, ClusterKey.of(config).file)
-    if starts_ray_head(config, host):  # nothing listens there yet
-        config = config.changed({"learner.ray_address": FOUND_BY_RAY})
     if not config.redis.url:  # a check does not start the run's own Redis, and does not connect
-        config = config.changed({"redis.url": "redis://127.0.0.1:6379"})
+        config = config.changed({"redis.url": "redis://127.0.0.1:1"})
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
         file = write_private(Path(folder) / "config.yaml", dump_config(config))
-        parts: dict[str, Awaitable[Found]] = {"learner": _check_process("penstock_learner", file)}
+        unasked = ["--no-ray"] if starts_ray_head(config, host) else []  # nothing listens there yet
+        parts: dict[str, Awaitable[Found]] = {"learner": _check_process("penstock_learner", file, *unasked)}
         if config.rollout.num_servers:
             parts["rollout server"] = _check_process("penstock_rollout", file)
             if _paths(config):
@@ -87,6 +99,9 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
     if failures := [str(each) for each in ended if isinstance(each, PenstockError)]:
         raise ConfigError("; ".join(dict.fromkeys(failures)))
     found = [*(each for each in ended if not isinstance(each, PenstockError)), _room_for_checkpoints(config)]
+    if config.dataset.loader:
+        untried = "a check does not call dataset.loader, so neither its rows nor the reward on them were tried"
+        found.append(("", [f"{untried}; read the first samples with `penstock samples --worst`"]))
     return [what for what, _ in found if what], [doubt for _, doubts in found for doubt in doubts]
 
 
@@ -128,10 +143,10 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
-async def _check_process(module: str, config_file: Path) -> Found:
+async def _check_process(module: str, config_file: Path, *words: str) -> Found:
     """What the check of a module says. Raises ConfigError with its error."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, "--config", str(config_file), "--check",
+        sys.executable, "-m", module, "--config", str(config_file), "--check", *words,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

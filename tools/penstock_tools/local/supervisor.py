@@ -87,6 +87,19 @@ async def supervise(config: RunConfig, host: str = "") -> bool:
     return signal.SIGINT in received and not has_finished
 
 
+async def view(config: RunConfig) -> None:
+    """Show the console of a run that has ended until SIGTERM or SIGINT arrives."""
+    stopping, display, run = asyncio.Event(), LineDisplay(config), LocalRun(config, is_view=True)
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stopping.set)
+    run.processes.on_wait = run.on_restart = display.print
+    async with run:
+        display.print(f"console and REST at {run.console}; nothing trains; Ctrl-C ends it")
+        while not stopping.is_set():
+            await check_processes(run, display)
+            await asyncio.sleep(POLL_S)
+
+
 def kept_line(config: RunConfig, step: int) -> str:
     """What a run that was stopped after `step` keeps and loses, and how to continue it."""
     newest = newest_checkpoint(config)

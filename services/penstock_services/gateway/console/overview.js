@@ -3,7 +3,7 @@ import { get, post } from "/console/api.js";
 import { lineChart } from "/console/charts.js";
 import { card, confirmed, empty, h, number, say, table } from "/console/elements.js";
 
-const SHOWN_STEPS = 200, SHOWN_MOMENTS = 300;
+const SHOWN_STEPS = 200, SHOWN_STEPS_AT_END = 1000, SHOWN_MOMENTS = 300;
 const CHARTS = [["reward", "reward_mean"], ["staleness (versions)", "staleness_mean"], ["tokens per second", "tokens_per_second"]];
 // Shown as soon as a step has the number.
 const MORE_CHARTS = [
@@ -16,6 +16,7 @@ const MORE_CHARTS = [
 ];
 const REWARD_PART = "reward_part/", MAX_PARTS = 8;
 const depths = [];
+let shownSteps = SHOWN_STEPS;
 
 // A curve for each validation dataset, and for each part of the reward.
 function validations(scores) {
@@ -85,7 +86,8 @@ function change(run, refresh) {
 }
 
 export async function overview(refresh) {
-  const [run, history] = await Promise.all([get(""), get(`/metrics?page_size=${SHOWN_STEPS}`)]);
+  const [run, history] = await Promise.all([get(""), get(`/metrics?page_size=${shownSteps}`)]);
+  shownSteps = ["FINISHED", "STOPPED"].includes(run.state) ? SHOWN_STEPS_AT_END : SHOWN_STEPS;
   document.getElementById("run-name").textContent = run.run;
   depths.push({ x: Date.now(), y: run.queue.queued - run.queue.delivered });
   if (depths.length > SHOWN_MOMENTS) depths.shift();

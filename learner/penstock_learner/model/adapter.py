@@ -34,6 +34,7 @@ def add_adapter(model: CausalLM, config: LoraConfig) -> None:
     prefix, layers = decoder_layers(model.lm)
     targets = [name.removeprefix(f"{prefix}.") for name in adapted]
     adapter = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
+    model.requires_grad_(False)  # peft freezes what it is given, and embedding, last norm and head are outside
     # Given the whole model, peft would take the names of a mixture's linear layers for those of its fused experts.
     peft.inject_adapter_in_model(adapter, layers)
     model.lm.peft_config = {"default": adapter}

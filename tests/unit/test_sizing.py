@@ -254,6 +254,7 @@ def test_an_adapter_has_little_state_and_no_second_model() -> None:
 
 def test_with_an_adapter_the_critic_trains_all_its_weights_and_another_reference_needs_memory() -> None:
     assert _bytes("critic", "step", "7b", 2, lora_rank=16) == _bytes("critic", "step", "7b", 2)
+    assert _bytes("critic", "step", "7b", 2, critic_lora_rank=16) < 0.6 * _bytes("critic", "step", "7b", 2)
     own = Setup(lora_rank=16, policy_is_reference=False)
     assert role_memory("reference", KNOWN["7b"], 2, own) == role_memory("reference", KNOWN["7b"], 2, Setup())
     assert _plan("7b", GPUS["h200"], "standalone", Workload(setup=own)).learner.ranks["reference"] > 0

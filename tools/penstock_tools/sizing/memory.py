@@ -106,6 +106,7 @@ class Setup:
     cpu_offload: bool = False
     lora_rank: int = 0
     """Rank of the policy's adapter, which is trained instead of its weights. 0 without one."""
+    critic_lora_rank: int = 0
     policy_is_reference: bool = True
     """With an adapter: whether the policy, with its adapter switched off, is the reference."""
     staging: Staging = "device"
@@ -130,9 +131,13 @@ class Setup:
             kept=learner.activation_memory,
             cpu_offload=learner.cpu_offload,
             lora_rank=learner.lora.rank if learner.lora else 0,
+            critic_lora_rank=learner.critic.lora.rank if learner.critic and learner.critic.lora else 0,
             policy_is_reference=learner.policy_is_reference,
             staging="host" if config.weights.staging == "host" else "device",
         )
+
+    def lora_rank_of(self, role: str) -> int:
+        return self.critic_lora_rank if role == "critic" else self.lora_rank
 
     def tokens_of(self, role: str) -> int:
         """The most tokens that a rank has in a pass. A sequence is never split over micro-batches, so the longest one
@@ -325,8 +330,7 @@ def role_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> 
     versions that are pushed. None for a reference that is the policy with its adapter switched off."""
     if role == "reference" and setup.lora_rank and setup.policy_is_reference:
         return []
-    lora_rank = 0 if role == "critic" else setup.lora_rank  # only the policy has an adapter
-    setup = replace(setup, micro_batch_tokens=setup.tokens_of(role), lora_rank=lora_rank)
+    setup = replace(setup, micro_batch_tokens=setup.tokens_of(role), lora_rank=setup.lora_rank_of(role))
     shape = model if role in ("policy", "reference") else model.without_head()
     uses = (_trained_memory if role in ("policy", "critic") else _frozen_memory)(role, shape, num_ranks, setup)
     context, process = Size(CONTEXT, "", CONTEXT_BYTES), Size("process", "", PROCESS_BYTES)

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import MemoryUse, Role, Setup, peak, role_memory, saved_bytes, server_memory, total
 from penstock_tools.sizing.models import HUB_IDS, find_shape
-from penstock_tools.sizing.rates import LONGEST_SAMPLE, Pace, PlanTask, Workload
+from penstock_tools.sizing.rates import LONGEST_SAMPLE, TRAINED, Pace, PlanTask, Workload
 from penstock_tools.sizing.search import Deployment, SearchResult
 from penstock_tools.starter import shares_of_gpus
 
@@ -57,7 +57,8 @@ def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded:
         response_tokens=means.get("response_tokens") or max(1, round(dataset.max_tokens / LONGEST_SAMPLE)),
         longest_tokens=engine.max_model_len, max_staleness=config.replay.max_staleness,
         max_num_seqs=engine.max_num_seqs, gpu_memory_utilization=engine.gpu_memory_utilization,
-        epochs_per_step=learner.epochs_per_step, recomputes_log_probs=learner.recomputes_log_probs,
+        passes={role: learner.training_of(role).epochs_per_step for role in TRAINED},
+        recomputes_log_probs=learner.recomputes_log_probs,
         setup=replace(Setup.of(config), is_padded=is_padded),
     )  # fmt: skip
     return PlanTask(shapes, gpu, workload)

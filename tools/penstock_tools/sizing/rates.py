@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
 from typing import Literal
@@ -40,8 +40,8 @@ class Workload:
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.9
     setup: Setup = Setup()
-    epochs_per_step: int = 1
-    """Passes of the update over a batch."""
+    passes: Mapping[str, int] = field(default_factory=dict)
+    """Passes of a trained role's updates over a batch, if it is not 1."""
     recomputes_log_probs: bool = False
     """Whether the policy has a forward pass before its updates. A step with a single update has none, unless the reward
     has a KL penalty."""
@@ -49,6 +49,9 @@ class Workload:
     def num_forwards(self, role: str) -> int:
         """Forward passes of a role over a batch, without those of its updates."""
         return 1 if role != "policy" or self.recomputes_log_probs else 0
+
+    def num_passes(self, role: str) -> int:
+        return self.passes.get(role, 1)
 
     @property
     def tokens_per_step(self) -> int:
@@ -102,10 +105,11 @@ class PlanTask:
         policy works on the policy's GPUs."""
         also: tuple[Role, ...] = ("reference",) if "reference" in self.shapes and self.reference_is_policy else ()
         working = (*roles, *also) if "policy" in roles else tuple(roles)
-        update = self.workload.epochs_per_step * (6 + 2 * setup.recomputed)
+        update = 6 + 2 * setup.recomputed
         sizes = {role: self.shapes[role].active_parameters for role in working}
         forwards = sum(2 * self.workload.num_forwards(role) * size for role, size in sizes.items())
-        return forwards, sum(update * size for role, size in sizes.items() if role in TRAINED)
+        passes = self.workload.num_passes
+        return forwards, sum(passes(role) * update * size for role, size in sizes.items() if role in TRAINED)
 
 
 # ── rollout servers ──
@@ -150,7 +154,7 @@ def exchange_s(task: PlanTask, num_ranks: int, setup: Setup) -> float:
     """Seconds in which Ulysses exchanges queries, keys, values and outputs of the policy: in the forward pass of the
     log-probs, if there is one, and in the forward pass, the recomputation and the backward pass of the update."""
     workload, model = task.workload, task.policy
-    passes = workload.num_forwards("policy") + 3 * workload.epochs_per_step
+    passes = workload.num_forwards("policy") + 3 * workload.num_passes("policy")
     num_bytes = 2.0 * passes * model.num_layers * model.attention_size * workload.tokens_per_step / num_ranks
     return num_bytes * (1 - 1 / setup.sequence_parallel) / (task.gpu.link_rate * hardware.LINK_EFFICIENCY)
 
@@ -162,8 +166,8 @@ def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, 
         return 0.0
     tokens = workload.tokens_per_step / num_ranks
     num_micro_batches = max(1, math.ceil(tokens / setup.tokens_of("policy")))
-    trained = trained_parameters(model, setup.lora_rank)
-    part, size, epochs = 1 / num_ranks, setup.master_bytes, workload.epochs_per_step
+    trained = trained_parameters(model, setup.lora_rank_of(role))
+    part, size, epochs = 1 / num_ranks, setup.master_bytes, workload.num_passes(role)
     down = (workload.num_forwards(role) + 3 * epochs) * size * model.num_parameters * part
     copied = num_micro_batches * (down + epochs * size * trained * part)
     # AdamW reads weight, gradient and both moments, and writes all but the gradient.

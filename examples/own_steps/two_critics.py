@@ -35,7 +35,7 @@ async def step(batch: SequenceBatch, roles: Roles, context: StepContext) -> tupl
     of_second = batch.with_token_fields(values=second).select(halves[1])
     await gather_all(
         update_policy(roles.policy, context.minibatches(batch), context),
-        update_critic(roles.critic, context.minibatches(of_first), context),
-        update_critic(roles.second_critic, context.minibatches(of_second), context),
+        update_critic(roles.critic, context.minibatches(of_first, "critic"), context),
+        update_critic(roles.second_critic, context.minibatches(of_second, "second_critic"), context),
     )
     return batch, {"critic_gap": float(np.abs(first - second).mean())}

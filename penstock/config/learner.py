@@ -136,9 +136,19 @@ class RoleConfig(Config):
     """CPUs that Ray reserves for each rank."""
     gpus_per_rank: float = Field(default=0.0, ge=0, le=4096)
     """GPUs that Ray reserves for each rank: 1 on GPUs, 0 on a machine without any."""
+    pool: str = Field(default="", pattern=r"^([a-z][a-z0-9_]{0,31})?$")
+    """Roles of one pool share GPUs. Empty means the placement's: the role's name, or in `split-collocate`, `policy`
+    (with reference) or `critic` (all others)."""
 
 
-class ReferenceConfig(RoleConfig):
+class FrozenRoleConfig(RoleConfig):
+    """A role whose weights never change."""
+
+    offload: bool = False
+    """Keep its weights in host memory, from which each pass copies them."""
+
+
+class ReferenceConfig(FrozenRoleConfig):
     """The frozen model that the KL penalty compares with."""
 
     path: Path | None = None
@@ -146,13 +156,45 @@ class ReferenceConfig(RoleConfig):
     adapter switched off is the reference, and no second model is loaded."""
 
 
-class CriticConfig(RoleConfig):
+class TrainedRoleConfig(RoleConfig):
+    """How a role besides the policy is trained. A setting that is None is the policy's, as are all others."""
+
+    lr: float = Field(default=1e-5, gt=0, le=10)
+    """Learning rate, if it is trained."""
+    weight_decay: float | None = Field(default=None, ge=0)
+    """Its own decay. None here and below means the policy's."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Its own warm-up."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Its own clipping."""
+    minibatches_per_step: int | None = Field(default=None, ge=1)
+    """Its own parts of a batch."""
+    epochs_per_step: int | None = Field(default=None, ge=1)
+    """Its own passes over a batch."""
+
+
+_OWN_SETTINGS = TrainedRoleConfig.model_fields.keys() - RoleConfig.model_fields.keys() - {"lr"}
+
+
+class LoraConfig(Config):
+    """A low-rank adapter, trained in place of the model's own weights."""
+
+    rank: int = Field(ge=1)
+    """Rank of the adapter's matrices. A larger rank has more parameters and needs more memory."""
+    alpha: int = Field(gt=0)
+    """The adapter's output is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = ALL_LINEAR
+    """Linear layers that get an adapter: names such as `[q_proj, v_proj]`, without `lm_head`, or `all-linear` for all
+    of the decoder except routers and fused experts."""
+
+
+class CriticConfig(TrainedRoleConfig):
     """The value model of the advantage `gae`."""
 
     path: Path | None = None
     """Model folder; a one-label classifier keeps its head, others get one of zeros. None means `model.path`."""
-    lr: float = Field(default=1e-5, gt=0, le=10)
-    """Learning rate of the critic's AdamW. It shares betas, weight decay, warm-up and clipping with the policy."""
+    lora: LoraConfig | None = None
+    """Train an adapter and the head."""
 
 
 class JudgeConfig(Config):
@@ -166,13 +208,13 @@ class JudgeConfig(Config):
     """The answer that means a bad trajectory. It must be one token."""
 
 
-class RewardModelConfig(RoleConfig):
+class RewardModelConfig(FrozenRoleConfig):
     """A model in the learner that scores every sample before it is trained on."""
 
     path: Path
     """Folder of a sequence classifier with one label or, with `judge`, of a causal language model."""
     tokenizer: Literal["policy", "own"] = "policy"
-    """Whether it reads the policy's tokens (and needs its tokenizer), or the text in its own chat template."""
+    """Whether a reward model reads the policy's tokens, and needs its tokenizer, or text in its own chat template."""
     judge: JudgeConfig | None = None
     """Score by the probability of `yes` against `no` as the next token. None means by the classifier's head."""
     combine: Literal["add", "replace"] = "add"
@@ -186,7 +228,7 @@ class RewardModelConfig(RoleConfig):
         return any(fnmatchcase(data_source, pattern) for pattern in self.data_sources or ("*",))
 
 
-class OwnRoleConfig(RoleConfig):
+class OwnRoleConfig(TrainedRoleConfig, FrozenRoleConfig):
     """A role that you define and your step calls by its name in `learner.roles`."""
 
     worker: str = Field(min_length=1)
@@ -194,15 +236,10 @@ class OwnRoleConfig(RoleConfig):
     `folder/file.py:Class` or `package.module:Class`."""
     path: Path | None = None
     """Model folder. None means `model.path`."""
-    lr: float = Field(default=1e-5, gt=0, le=10)
-    """Learning rate, if the worker is trained. It shares betas, weight decay, warm-up and clipping with the policy."""
     judge: JudgeConfig | None = None
     """With the worker `reward_model`: score by question instead of by a classifier's head."""
     tokenizer: Literal["policy", "own"] = "policy"
-    """With the worker `reward_model`: read the policy's tokens, or the text in the model's own tokens."""
-    shares_gpus_of: Literal["policy", "critic", "none"] = "critic"
-    """Whose GPUs it shares in the placement `split-collocate`: `policy` (and reference), `critic` (and
-    reward model), or `none` for separate ones."""
+    """Whether a reward model reads the policy's tokens, and needs its tokenizer, or text in its own chat template."""
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Settings for your own worker class, which it reads as `self.settings.settings`."""
 
@@ -218,19 +255,9 @@ class OwnRoleConfig(RoleConfig):
              f"unknown worker {self.worker!r}: give {known}, or your own as folder/file.py:Class"),
             (self.worker == "reward_model" and self.path is None,
              "worker reward_model needs path, the folder of a classifier or, with judge, of any model"),
+            (self.worker == "critic" and self.offload,
+             "offload is for workers that are not trained: set learner.offload, which is for all that are"),
         )  # fmt: skip
-
-
-class LoraConfig(Config):
-    """A low-rank adapter, trained in place of the model's own weights."""
-
-    rank: int = Field(ge=1)
-    """Rank of the adapter's matrices. A larger rank has more parameters and needs more memory."""
-    alpha: int = Field(gt=0)
-    """The adapter's output is scaled by alpha / rank."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = ALL_LINEAR
-    """Linear layers that get an adapter: names such as `[q_proj, v_proj]`, without `lm_head`, or `all-linear` for all
-    of the decoder except routers and fused experts."""
 
 
 class RouterConfig(Config):
@@ -363,8 +390,9 @@ class LearnerConfig(Config):
     activation_memory: float = Field(default=1.0, ge=0, le=1)
     """With `compile`: share of activations kept in layers that `activation_checkpointing` does not recompute; the
     cheapest ones to recompute are dropped first."""
-    cpu_offload: bool = False
-    """Keep and update weights and optimizer state in host memory. Slower, for models that do not fit otherwise."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What policy and critic keep in host memory: nothing, Adam's moments, or weights and gradients too, updated there.
+    Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Policy ranks that share each sequence (Ulysses). Divides `policy.num_ranks` and the number of attention heads."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
@@ -398,6 +426,12 @@ class LearnerConfig(Config):
         }
         return {name: role for name, role in roles.items() if role is not None} | self.roles
 
+    def training_of(self, role: str) -> LearnerConfig:
+        """The settings to train a role with: these, with the role's own in place of the policy's."""
+        config = self.roles.get(role) or getattr(self, role, None)
+        own = {name: value for name in _OWN_SETTINGS if (value := getattr(config, name, None)) is not None}
+        return self.model_copy(update=own) if own else self
+
     @property
     def recomputes_log_probs(self) -> bool:
         """Whether a step computes the policy's own log-probs of the batch before its first update.
@@ -416,6 +450,11 @@ class LearnerConfig(Config):
         name, critic, lora = self.algorithm.advantage.name, self.critic, self.lora
         taken = next(iter(sorted(self.roles.keys() & {"policy", "reference", "critic", "reward_model"})), "")
         unplaceable = find_unplaceable(self.placement, self.needed_roles)
+        warmups = {"warmup_steps": self.warmup_steps} | {
+            f"{'roles.' * (name in self.roles)}{name}.warmup_steps": self.training_of(name).warmup_steps
+            for name in self.needed_roles
+        }
+        longest = max(warmups, key=warmups.__getitem__)
         return (
             (name == "gae" and critic is None,
              "advantage gae needs a critic: add `learner.critic: {}`, or choose another advantage"),
@@ -426,8 +465,8 @@ class LearnerConfig(Config):
             (taken, f"learner.roles.{taken}: the name is taken by learner.{taken}; choose another one"),
             (self.roles and not self.step and not self.ahead,
              "learner.roles needs your own step that calls them: set learner.step or learner.ahead"),
-            (self.lr_schedule != "constant" and self.num_steps <= self.warmup_steps,
-             f"lr_schedule {self.lr_schedule} needs num_steps above warmup_steps, because it ends at num_steps"),
+            (self.lr_schedule != "constant" and self.num_steps <= warmups[longest],
+             f"lr_schedule {self.lr_schedule} needs num_steps above {longest}, because it ends at num_steps"),
             (self.policy.num_ranks % self.sequence_parallel,
              "policy.num_ranks, which torchrun sets for sft, must be a multiple of sequence_parallel"),
             (unplaceable,

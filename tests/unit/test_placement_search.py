@@ -19,7 +19,17 @@ from penstock.config.gpu_bundles import num_gpus as bundled_gpus
 from penstock.config.loading import load_config, merged, validate
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import GPUS, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import STAGINGS, Role, Setup, peak, peak_bytes, role_memory, server_memory, total
+from penstock_tools.sizing.memory import (
+    OFFLOADS,
+    STAGINGS,
+    Role,
+    Setup,
+    peak,
+    peak_bytes,
+    role_memory,
+    server_memory,
+    total,
+)
 from penstock_tools.sizing.models import KNOWN, shape_of_hub_id
 from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, task_of
 from penstock_tools.sizing.rates import PLACEMENTS, PlanTask, Workload, exchange_s, offload_s, train_s
@@ -117,8 +127,8 @@ def _all_learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
             if placement == "standalone" and len(groups) > 1:
                 continue
             groups = [tuple(role for group in groups for role in group)]
-        for counts, parallel, offloads in itertools.product(
-            itertools.product(ranks, repeat=len(groups)), (1, 2, 4), (False, True)
+        for counts, parallel, offload in itertools.product(
+            itertools.product(ranks, repeat=len(groups)), (1, 2, 4), OFFLOADS
         ):
             if counts[0] % parallel or policy.num_heads % parallel or sum(counts) > num_gpus:
                 continue
@@ -128,7 +138,7 @@ def _all_learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
             micros.add(min(base.micro_batch_tokens, -(-longest // parallel)))
             for micro, staging in itertools.product(micros, STAGINGS):
                 setup = replace(
-                    base, cpu_offload=offloads, staging=staging, micro_batch_tokens=micro,
+                    base, offload=offload, staging=staging, micro_batch_tokens=micro,
                     longest_sequence=longest, sequence_parallel=parallel,
                 )  # fmt: skip
                 room = task.gpu.memory_bytes * (USABLE_MEMORY - (share or 0.0))
@@ -213,7 +223,7 @@ def test_plan_config_finds_the_memory_that_the_search_found(
 def test_the_search_shows_what_alternatives_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--gpus", "8", "--model", "7b", "--gpu", "h100"]) == 0
     text = capsys.readouterr().out
-    for part in ("best ", "standalone ", "max_staleness 0", "cpu_offload", "the learner is busy", "servers are busy",
+    for part in ("best ", "standalone ", "max_staleness 0", "offload", "the learner is busy", "servers are busy",
                  "does not fit:", "KV cache", "config "):  # fmt: skip
         assert part in text, part
     costs = [float(cost) for cost in re.findall(r" ([\d.]+)% +(?:the learner is|servers are|groups take)", text)]
@@ -276,6 +286,24 @@ def test_a_sequence_longer_than_a_micro_batch_needs_memory_that_ulysses_shares()
     assert tokens("policy", **shared) == 8192 and tokens("reference", **shared) == 32768
 
 
+def test_the_memory_of_roles_in_one_pool_adds_up() -> None:
+    """Policy and critic train at once, on the same GPUs: a search and `--config` count both."""
+    gpu, half = GPUS["h200"], {"num_ranks": 4, "gpus_per_rank": 0.5}
+    learner = {"algorithm": {"advantage": {"name": "gae"}}, "placement": "standalone", "policy": half}
+    for pool, groups in (("policy", [("policy", "critic")]), ("", [("policy",), ("critic",)])):
+        run = {"model": {"path": "Qwen/Qwen2.5-7B"}, "learner": learner | {"critic": half | {"pool": pool}}}
+        config = validate(run, "test")
+        task = task_of(config, gpu, {})
+        assert [task.groups(placement) for placement in PLACEMENTS] == [groups, groups]
+        assert [tuple(group.roles) for group in memory_of(config, gpu)] == groups
+        setup, needed = Setup.of(config), sum(group.num_bytes for group in memory_of(config, gpu))
+        assert needed == pytest.approx(sum(_bytes(task, role, 4, setup) for role in ("policy", "critic")))
+        found = search(task, 8).best
+        assert [roles for roles, _ in found.learner.groups] == groups
+        chosen = validate(merged(run, chosen_fields(found)), "test")
+        assert [tuple(group.roles) for group in memory_of(chosen, gpu)] == groups
+
+
 @pytest.mark.parametrize(
     ("changed", "has_pass"),
     [({}, False), ({"minibatches_per_step": 2}, True), ({"algorithm": {"kl": {"placement": "reward"}}}, True)],
@@ -286,7 +314,7 @@ def test_the_policys_own_forward_pass_is_counted_where_a_step_makes_one(
     config = validate({"model": {"path": "Qwen/Qwen2.5-7B"}, "learner": changed}, "test")
     task = task_of(config, GPUS["h200"], {})
     assert task.workload.recomputes_log_probs == has_pass
-    model, setup = KNOWN["7b"], Setup(cpu_offload=True)
+    model, setup = KNOWN["7b"], Setup(offload="all")
     once = replace(task, workload=replace(task.workload, recomputes_log_probs=False))
     forward = 2 * model.num_parameters
     assert task.work(("policy",), setup)[0] == (forward if has_pass else 0)

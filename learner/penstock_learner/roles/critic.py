@@ -12,6 +12,7 @@ from penstock_learner.algorithms.aggregation import Denominators, aggregate
 from penstock_learner.algorithms.losses import value_loss
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.model.adapter import add_critic_adapter
 from penstock_learner.model.attention.packed_layout import ModelInputs, required_to_device, to_device, tree_of
 from penstock_learner.model.scalar_model import check_tokenizer, open_scalar_model
 from penstock_learner.model.self_check import require_right
@@ -32,6 +33,8 @@ class CriticWorker(TrainerRank):
         check_tokenizer(path, self.config.model.path, self.path_key)
         dtype = DTYPES[self.config.learner.master_dtype]
         self.model = open_scalar_model(path, dtype, key=self.path_key, make_head=True)
+        if lora := getattr(self.settings, "lora", None):
+            add_critic_adapter(self.model, lora, self.path_key.replace(".path", ".lora"))
         self.lr = self.settings.lr
         self.prepare(self.model, self.lr)
         require_right(self.model, self.path_key, self.device, compute_dtype_of(self.config))
@@ -50,8 +53,7 @@ class CriticWorker(TrainerRank):
         self.crash_point()
         self.optimizer.zero_grad(set_to_none=True)
         on_device = torch.stack([self._accumulate(micro, part, denominators) for micro in part.micro_batches])
-        learner = self.config.learner
-        taken = apply_gradients(self.model, self.optimizer, learner, step - 1, lr=self.lr, losses=on_device[:, 0])
+        taken = apply_gradients(self.model, self.optimizer, self.learner, step - 1, lr=self.lr, losses=on_device[:, 0])
         sums = on_device.tolist()
         nonfinite = tuple(index for index, (loss, _) in enumerate(sums) if not math.isfinite(loss))
         loss, num_clipped = (sum(column) for column in zip(*sums, strict=True))

@@ -83,9 +83,10 @@ class TrainerRank(Rank):
 
     def prepare(self, model: CausalLM | ScalarModel, lr: float) -> None:
         """Shard the model over the role's ranks, read this rank's weights, and give it its own optimizer."""
-        learner = self.config.learner
+        self.learner = learner = self.config.learner.training_of(self.role)
+        """The settings that this role is trained with."""
         prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
-        read_weights(model, self.device, offload=learner.cpu_offload)
+        read_weights(model, self.device, offload=learner.offload == "all")
         self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model
         self.saving_group = dist.new_group(backend="gloo")

@@ -248,10 +248,9 @@ async def own_step(batch: SequenceBatch, roles: Roles, context: StepContext) -> 
     batch, computed = await gather_all(context.ahead(), forwards)
     batch = batch.with_token_fields(**computed)
     batch = with_advantages(batch, context.algorithm, context.kl_coefficient)
-    parts = context.minibatches(batch)
-    training = [update_policy(policy, parts, context)]
+    training = [update_policy(policy, context.minibatches(batch), context)]
     if critic is not None:
-        training.append(update_critic(critic, parts, context))
+        training.append(update_critic(critic, context.minibatches(batch, "critic"), context))
     updates = (await gather_all(*training))[0]
     return with_own_log_probs(batch, updates, context), {}
 

@@ -269,31 +269,32 @@ class StepContext(BatchContext):
         """Whether the correction needs the policy's own log-probs of the batch, before the first update."""
         return self.config.recomputes_log_probs
 
-    def minibatches(self, batch: SequenceBatch) -> list[SequenceBatch]:
-        """The parts of the batch in the order in which they are trained: all parts, once for each epoch. Parts are made
-        of neighbouring sequences, or with `shuffle_minibatches` of random ones, which are others in each epoch. Greedy
-        samples, which are not trained, are omitted."""
-        if self.config.minibatches_per_step == 1 and not self.config.shuffle_minibatches:
-            return [batch.without_baselines()] * self.config.epochs_per_step
-        return [batch.select(part.tolist()) for part in self._parts(batch)]
+    def minibatches(self, batch: SequenceBatch, role: str = "policy") -> list[SequenceBatch]:
+        """The parts of the batch in the order in which they train this role: all parts, once for each epoch. Parts are
+        made of neighbouring sequences, or with `shuffle_minibatches` of random ones, which are others in each epoch.
+        Greedy samples, which are not trained, are omitted."""
+        config = self.config.training_of(role)
+        if config.minibatches_per_step == 1 and not config.shuffle_minibatches:
+            return [batch.without_baselines()] * config.epochs_per_step
+        return [batch.select(part.tolist()) for part in self._parts(batch, config)]
 
     def first_update(self, batch: SequenceBatch) -> NDArray[np.int64]:
         """The sequences of the first update, if no pass need compute their log-probs before it: its own pass has the
         weights from before the step. None of them if they are trained again, or if the KL penalty is in the reward."""
         if self.config.epochs_per_step > 1 or self.algorithm.kl.in_reward:
             return np.zeros(0, dtype=np.int64)
-        return self._parts(batch)[0]
+        return self._parts(batch, self.config)[0]
 
-    def _parts(self, batch: SequenceBatch) -> list[NDArray[np.int64]]:
+    def _parts(self, batch: SequenceBatch, config: LearnerConfig) -> list[NDArray[np.int64]]:
         """The sequences of each part, in the order of `minibatches`."""
         is_baseline = batch.is_baseline
         trained = np.arange(batch.num_sequences) if is_baseline is None else np.flatnonzero(~is_baseline)
-        num_parts = max(1, min(self.config.minibatches_per_step, len(trained)))
-        epochs = range(self.config.epochs_per_step)
+        num_parts = max(1, min(config.minibatches_per_step, len(trained)))
+        epochs = range(config.epochs_per_step)
         orders = [trained for _ in epochs]
-        if self.config.shuffle_minibatches:
+        if config.shuffle_minibatches:
             # numpy guarantees RandomState's streams, so a repeated step has the same parts under every release.
-            chances = [np.random.RandomState([self.config.shuffle_seed, self.step, epoch]) for epoch in epochs]
+            chances = [np.random.RandomState([config.shuffle_seed, self.step, epoch]) for epoch in epochs]
             orders = [trained[chance.permutation(len(trained))] for chance in chances]
         return [part for order in orders for part in np.array_split(order, num_parts)]
 

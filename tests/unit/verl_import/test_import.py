@@ -88,7 +88,7 @@ _BUFFER = "+reward_model.reward_kwargs.overlong_buffer_cfg."
          "learner.micro_batch_tokens", 9000),
         (("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=200"),
          "learner.warmup_steps", 20),
-        (("actor_rollout_ref.actor.fsdp_config.offload_policy=True",), "learner.cpu_offload", True),
+        (("actor_rollout_ref.actor.fsdp_config.offload_policy=True",), "learner.offload", "all"),
         (("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",), "learner.master_dtype", "bfloat16"),
         (("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",), "learner.sequence_parallel", 2),
         (("trainer.n_gpus_per_node=1",), "rollout.engine.gpu_memory_utilization", 0.4),
@@ -216,7 +216,7 @@ def test_every_key_that_means_the_same_sets_its_field() -> None:
     words = ("algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "custom_reward_function.path=r.py")
     base = (*GRPO, *words, _TURNS + "enable=True", "actor_rollout_ref.actor.shuffle=True")
     experts = "actor_rollout_ref.actor.megatron.override_transformer_config.moe_aux_loss_coeff"
-    chosen = {"algorithm.kl_ctrl.type": "adaptive", _TURNS + "max_user_turns": 2, experts: 0.1}
+    chosen = {"algorithm.kl_ctrl.type": "adaptive", _TURNS + "max_user_turns": 2, experts: 0.1, "critic.ppo_epochs": 2}
     for row in KEYS_BY_PROGRAM["ppo"]:
         if row.convert == "=" and not row.verl.endswith(("gdpo_reward_keys", "gdpo_reward_weights", "dro_beta")):
             default = "file.yaml" if row.default is None else row.default

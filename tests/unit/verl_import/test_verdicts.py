@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config.learner import LoraConfig
 from penstock_tools.verl_import.command import Imported, _read, import_words, report_lines
 from penstock_tools.verl_import.keys import ALL_KEYS, is_same
 
@@ -49,7 +50,7 @@ VERDICTS: tuple[tuple[str, Any, str], ...] = (
     (ACTOR + "policy_loss.loss_mode", "mine", "danger"),
     (ACTOR + "ppo_mini_batch_size", 256, "changed"),
     (ACTOR + "router_replay.mode", "R2", "missing"),
-    ("actor_rollout_ref.ref.fsdp_config.param_offload", True, "missing"),
+    ("actor_rollout_ref.ref.fsdp_config.param_offload", True, "same"),
     (ROLLOUT + "n", 8, "same"),
     (ROLLOUT + "temperature", 1.0, "same"),
     (ROLLOUT + "val_kwargs.temperature", 0.6, "same"),
@@ -104,6 +105,47 @@ def word(value: Any) -> str:
 def test_the_verdict_on_a_key(key: str, value: Any, verdict: str) -> None:
     found = verdicts(import_words(["algorithm.adv_estimator=grpo", "trainer.test_freq=5", f"{key}={word(value)}"]))
     assert found.get(key, "same") == verdict
+
+
+CRITIC_KEYS: tuple[tuple[str, Any, str, str, Any], ...] = (
+    ("optim.lr_warmup_steps", 5, "same", "warmup_steps", 5),
+    ("optim.lr_warmup_steps_ratio", 0.1, "changed", "warmup_steps", 10),
+    ("optim.weight_decay", 0.1, "same", "weight_decay", 0.1),
+    ("grad_clip", 0.5, "same", "max_grad_norm", 0.5),
+    ("ppo_epochs", 3, "same", "epochs_per_step", 3),
+    ("ppo_mini_batch_size", 128, "changed", "minibatches_per_step", 8),
+    ("optim.lr", 1e-4, "same", "lr", 1e-4),
+    ("model.lora_rank", 8, "same", "lora", LoraConfig(rank=8, alpha=16)),
+)
+
+
+@pytest.mark.parametrize(("key", "value", "verdict", "ours", "wanted"), CRITIC_KEYS, ids=str)
+def test_the_verdict_on_a_key_of_the_critic(key: str, value: Any, verdict: str, ours: str, wanted: Any) -> None:
+    policy = ("optim.weight_decay=0.3", "grad_clip=2.0", "ppo_epochs=2", "ppo_mini_batch_size=512")
+    words = [*(ACTOR + each for each in policy), f"critic.{key}={word(value)}", "trainer.total_training_steps=100"]
+    result = import_words(["algorithm.adv_estimator=gae", "data.train_batch_size=1024", *words])
+    critic = result.config.learner.critic
+    assert verdicts(result).get(f"critic.{key}", "same") == verdict
+    assert getattr(critic, ours) == wanted
+
+
+def test_frozen_models_are_offloaded_where_verl_offloads_them() -> None:
+    reference, scoring = ("actor_rollout_ref.ref.fsdp_config.", "reward_model.model.fsdp_config.")
+    words = [f"{reference}param_offload=True", f"{scoring}param_offload=True"]
+    scored = import_words([*words, "reward_model.enable=True", "reward_model.model.path=models/judge"])
+    assert scored.config.learner.reward_model is not None and scored.config.learner.reward_model.offload
+    assert scored.config.learner.reference.offload and scored.config.learner.offload == "none"
+    assert import_words(words).config.learner.reward_model is None
+
+
+def test_verls_critic_does_not_take_the_policys_decay_clipping_and_warm_up() -> None:
+    actor = ("optim.weight_decay=0.3", "grad_clip=2.0", "optim.lr_warmup_steps=7", "ppo_mini_batch_size=512")
+    words = ["algorithm.adv_estimator=gae", "data.train_batch_size=1024", *(ACTOR + each for each in actor)]
+    learner = import_words(words).config.learner
+    critic = learner.training_of("critic")
+    assert (critic.weight_decay, critic.max_grad_norm, critic.warmup_steps) == (0.01, 1.0, 0)
+    assert (learner.weight_decay, learner.max_grad_norm, learner.warmup_steps) == (0.3, 2.0, 7)
+    assert critic.minibatches_per_step == learner.minibatches_per_step == 2, "which verl takes from the policy"
 
 
 def test_every_default_is_of_one_type() -> None:

@@ -14,7 +14,7 @@ from penstock.errors import ConfigError
 from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import MemoryUse, Role, Setup, peak, role_memory, saved_bytes, server_memory, total
 from penstock_tools.sizing.models import HUB_IDS, find_shape
-from penstock_tools.sizing.rates import LONGEST_SAMPLE, Pace, PlanTask, Workload
+from penstock_tools.sizing.rates import LONGEST_SAMPLE, TRAINED, Pace, PlanTask, Workload
 from penstock_tools.sizing.search import Deployment, SearchResult
 from penstock_tools.starter import shares_of_gpus
 
@@ -57,10 +57,12 @@ def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded:
         response_tokens=means.get("response_tokens") or max(1, round(dataset.max_tokens / LONGEST_SAMPLE)),
         longest_tokens=engine.max_model_len, max_staleness=config.replay.max_staleness,
         max_num_seqs=engine.max_num_seqs, gpu_memory_utilization=engine.gpu_memory_utilization,
-        epochs_per_step=learner.epochs_per_step, recomputes_log_probs=learner.recomputes_log_probs,
+        passes={role: learner.training_of(role).epochs_per_step for role in TRAINED},
+        parts={role: learner.training_of(role).minibatches_per_step for role in TRAINED},
+        recomputes_log_probs=learner.recomputes_log_probs,
         setup=replace(Setup.of(config), is_padded=is_padded),
     )  # fmt: skip
-    return PlanTask(shapes, gpu, workload)
+    return PlanTask(shapes, gpu, workload, pools={role: getattr(learner, role).pool for role in shapes})
 
 
 def chosen_fields(found: Deployment) -> dict[str, Any]:
@@ -76,7 +78,7 @@ def chosen_fields(found: Deployment) -> dict[str, Any]:
         },
         "learner": {
             "placement": found.learner.placement, **shares, "micro_batch_tokens": setup.micro_batch_tokens,
-            "sequence_parallel": setup.sequence_parallel, "cpu_offload": setup.cpu_offload,
+            "sequence_parallel": setup.sequence_parallel, "offload": setup.offload,
         },
         "weights": {"staging": setup.staging},
     }  # fmt: skip
@@ -177,7 +179,8 @@ def _row(change: str, found: Deployment, result: SearchResult) -> tuple[str, ...
     parts = [f"{' + '.join(roles)} {count}" for roles, count in learner.groups]
     if learner.setup.sequence_parallel > 1:
         parts.append(f"sequence_parallel {learner.setup.sequence_parallel}")
-    parts += ["cpu_offload"] * learner.setup.cpu_offload
+    if learner.setup.offload != "none":
+        parts.append(f"offload {learner.setup.offload}")
     servers = f"{found.num_servers} x {found.server.tensor_parallel} GPU"
     if learner.utilization:
         servers = f"on the same GPU, {learner.utilization:.0%} of it"
@@ -221,7 +224,9 @@ def _memory(config: RunConfig, name: str, role: RoleConfig) -> list[MemoryUse]:
     if own is not None and own.is_own_class:
         return []
     kind = cast(Role, name if own is None else own.worker)
-    return role_memory(kind, find_shape(_model_of(config, role)), role.num_ranks, Setup.of(config))
+    on_host = frozenset({kind} if getattr(role, "offload", False) else ())
+    setup = replace(Setup.of(config), on_host=on_host)
+    return role_memory(kind, find_shape(_model_of(config, role)), role.num_ranks, setup)
 
 
 def checkpoint_bytes(config: RunConfig) -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, cast
 
-from penstock.config.gpu_bundles import RESOURCE_GROUPS
+from penstock.config.gpu_bundles import pools
 from penstock_tools.sizing import hardware
 from penstock_tools.sizing.hardware import GPUS_PER_NODE, USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import Role, Setup, peak_bytes, trained_parameters
@@ -40,8 +40,10 @@ class Workload:
     max_num_seqs: int = 256
     gpu_memory_utilization: float = 0.9
     setup: Setup = Setup()
-    epochs_per_step: int = 1
-    """Passes of the update over a batch."""
+    passes: Mapping[str, int] = field(default_factory=dict)
+    """Passes of a trained role's updates over a batch, if it is not 1."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Updates of a trained role in each pass, if it is not 1."""
     recomputes_log_probs: bool = False
     """Whether the policy has a forward pass before its updates. A step with a single update has none, unless the reward
     has a KL penalty."""
@@ -49,6 +51,9 @@ class Workload:
     def num_forwards(self, role: str) -> int:
         """Forward passes of a role over a batch, without those of its updates."""
         return 1 if role != "policy" or self.recomputes_log_probs else 0
+
+    def num_passes(self, role: str) -> int:
+        return self.passes.get(role, 1)
 
     @property
     def tokens_per_step(self) -> int:
@@ -73,6 +78,8 @@ class PlanTask:
     gpu: Gpu
     workload: Workload
     placements: tuple[Placement, ...] = PLACEMENTS
+    pools: Mapping[Role, str] = field(default_factory=dict)
+    """The pools that roles have chosen."""
 
     @property
     def policy(self) -> ModelShape:
@@ -89,9 +96,12 @@ class PlanTask:
 
     def groups(self, placement: Placement) -> list[tuple[Role, ...]]:
         """The roles that share GPUs, beginning with the policy's."""
-        present = [role for role in self.shapes if not (role == "reference" and self.reference_is_policy)]
-        groups = [tuple(role for role in present if role in names) for names in RESOURCE_GROUPS[placement]]
-        return [group for group in groups if group]
+        present: dict[str, str] = {
+            role: self.pools.get(role, "")
+            for role in self.shapes
+            if not (role == "reference" and self.reference_is_policy)
+        }
+        return [tuple(cast(Role, role) for role in group) for group in pools(placement, present)]
 
     def needed_bytes(self, roles: Iterable[Role], num_ranks: int, setup: Setup) -> float:
         """Bytes on the fullest GPU that these roles share."""
@@ -102,10 +112,11 @@ class PlanTask:
         policy works on the policy's GPUs."""
         also: tuple[Role, ...] = ("reference",) if "reference" in self.shapes and self.reference_is_policy else ()
         working = (*roles, *also) if "policy" in roles else tuple(roles)
-        update = self.workload.epochs_per_step * (6 + 2 * setup.recomputed)
+        update = 6 + 2 * setup.recomputed
         sizes = {role: self.shapes[role].active_parameters for role in working}
         forwards = sum(2 * self.workload.num_forwards(role) * size for role, size in sizes.items())
-        return forwards, sum(update * size for role, size in sizes.items() if role in TRAINED)
+        passes = self.workload.num_passes
+        return forwards, sum(passes(role) * update * size for role, size in sizes.items() if role in TRAINED)
 
 
 # ── rollout servers ──
@@ -138,10 +149,10 @@ def train_s(task: PlanTask, groups: Sequence[tuple[tuple[Role, ...], int]], setu
     that share GPUs, which take turns, and the number of these GPUs, beginning with the policy's."""
     work = [(*task.work(roles, setup), count) for roles, count in groups]
     operations = max(forward / count for forward, _, count in work) + max(update / count for _, update, count in work)
-    trained = [(role, count) for roles, count in groups for role in roles if role in TRAINED]
+    ranks = [(role, count) for roles, count in groups for role in roles]
     return (
         operations * task.workload.tokens_per_step / (task.gpu.flops * hardware.TRAIN_EFFICIENCY)
-        + max(offload_s(role, task.shapes[role], count, task.workload, setup) for role, count in trained)
+        + max(offload_s(role, task.shapes[role], count, task.workload, setup) for role, count in ranks)
         + exchange_s(task, groups[0][1], setup)
     )
 
@@ -150,24 +161,30 @@ def exchange_s(task: PlanTask, num_ranks: int, setup: Setup) -> float:
     """Seconds in which Ulysses exchanges queries, keys, values and outputs of the policy: in the forward pass of the
     log-probs, if there is one, and in the forward pass, the recomputation and the backward pass of the update."""
     workload, model = task.workload, task.policy
-    passes = workload.num_forwards("policy") + 3 * workload.epochs_per_step
+    passes = workload.num_forwards("policy") + 3 * workload.num_passes("policy")
     num_bytes = 2.0 * passes * model.num_layers * model.attention_size * workload.tokens_per_step / num_ranks
     return num_bytes * (1 - 1 / setup.sequence_parallel) / (task.gpu.link_rate * hardware.LINK_EFFICIENCY)
 
 
 def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, setup: Setup) -> float:
-    """Seconds that `cpu_offload` adds to a trained role: a rank's weights are copied to the GPU for each pass of a
-    micro-batch and its gradients back, and the host updates the weights."""
-    if not setup.cpu_offload:
+    """Seconds that offload adds to a role: a rank's weights are copied to the GPU for each pass of a micro-batch. With
+    `all` a trained role's gradients are copied back, and the host updates the weights. With `optimizer` Adam's moments
+    are copied to the GPU and back for each update."""
+    part, size, passes = 1 / num_ranks, setup.master_bytes, workload.num_passes(role)
+    trained = trained_parameters(model, setup.lora_rank_of(role)) * part
+    num_updates = passes * workload.parts.get(role, 1)
+    num_micro_batches = max(1, math.ceil(workload.tokens_per_step / num_ranks / setup.tokens_of("policy")))
+    if role not in TRAINED:
+        copied = num_micro_batches * setup.pushed_bytes * model.num_parameters * part if role in setup.on_host else 0.0
+        return copied / hardware.HOST_LINK_RATE
+    if setup.offload == "optimizer":
+        return num_updates * 2 * 2 * size * trained / hardware.HOST_LINK_RATE
+    if setup.offload == "none":
         return 0.0
-    tokens = workload.tokens_per_step / num_ranks
-    num_micro_batches = max(1, math.ceil(tokens / setup.tokens_of("policy")))
-    trained = trained_parameters(model, setup.lora_rank)
-    part, size, epochs = 1 / num_ranks, setup.master_bytes, workload.epochs_per_step
-    down = (workload.num_forwards(role) + 3 * epochs) * size * model.num_parameters * part
-    copied = num_micro_batches * (down + epochs * size * trained * part)
+    down = (workload.num_forwards(role) + 3 * passes) * size * model.num_parameters * part
+    copied = num_micro_batches * (down + passes * size * trained)
     # AdamW reads weight, gradient and both moments, and writes all but the gradient.
-    return copied / hardware.HOST_LINK_RATE + epochs * 7 * size * trained * part / hardware.HOST_MEMORY_RATE
+    return copied / hardware.HOST_LINK_RATE + num_updates * 7 * size * trained / hardware.HOST_MEMORY_RATE
 
 
 def push_s(task: PlanTask, policy_ranks: int, server_gpus: int, setup: Setup) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, COMPARING_ADVANTAGES
 from penstock_tools.starter import collocate
-from penstock_tools.verl_import.keys import CONVERTERS, OWN, Values, is_same, kl_penalty, listed, local_path
+from penstock_tools.verl_import.keys import CONVERTERS, OWN, Values, kl_penalty, listed, local_path
 
 _ACTOR = "actor_rollout_ref.actor."
 _MODEL = "actor_rollout_ref.model."
@@ -120,44 +120,53 @@ def _set_learner(values: Values) -> None:
     set_lora(values, _MODEL)
     if not has_critic(values):
         values.ignore("critic.")
-    elif values.is_given("critic.model.path"):
+        return
+    has_ratio = int(values.get("critic.optim.lr_warmup_steps")) <= 0
+    set_warmup(values, "critic.optim.", num_steps, has_ratio, "learner.critic.warmup_steps")
+    set_lora(values, "critic.model.", "learner.critic.lora")
+    if values.is_given("critic.model.path"):
         path = local_path(values.get("critic.model.path"))
         if path != values.fields["model"]["path"]:
             values.set("learner.critic.path", path)
 
 
-def set_warmup(values: Values, optim: str, num_steps: int | None, has_ratio: bool) -> None:
-    """Set the steps of the warm-up from the keys below `optim`: a number, or with `has_ratio` a share of all steps."""
+def set_warmup(
+    values: Values, optim: str, num_steps: int | None, has_ratio: bool, ours: str = "learner.warmup_steps"
+) -> None:
+    """Set the steps of a warm-up from the keys below `optim`: a number, or with `has_ratio` a share of all steps."""
     key, warmup = optim + "lr_warmup_steps_ratio", int(values.get(optim + "lr_warmup_steps"))
     ratio = float(values.get(key))
     if has_ratio and ratio > 0:
         if num_steps is None:
-            values.lose(key, "the steps of the run are not known here: set learner.warmup_steps to this share of them")
+            values.lose(key, f"the steps of the run are not known here: set {ours} to this share of them")
             if not values.is_given(key):
                 values.findings.notes.append(
-                    f"verl warms up for {ratio} of the steps, which are not known here: set learner.warmup_steps"
+                    f"verl warms up for {ratio} of the steps, which are not known here: set {ours}"
                 )
         warmup = int(ratio * (num_steps or 0))
-    values.set("learner.warmup_steps", max(0, warmup))
+    values.set(ours, max(0, warmup))
 
 
-def set_lora(values: Values, model: str) -> None:
+def set_lora(values: Values, model: str, ours: str = "learner.lora") -> None:
     """Set the adapter, if there is one, from the keys below `model`."""
     if int(values.get(model + "lora_rank") or 0) <= 0:
         values.ignore(model + "lora", model + "target_modules", model + "exclude_modules")
         return
-    values.set("learner.lora.rank", int(values.get(model + "lora_rank")))
-    values.set("learner.lora.alpha", int(values.get(model + "lora_alpha")))
+    values.set(f"{ours}.rank", int(values.get(model + "lora_rank")))
+    values.set(f"{ours}.alpha", int(values.get(model + "lora_alpha")))
     names = listed(values.get(model + "target_modules"))
     if "lm_head" in names:
         values.lose(model + "target_modules", "replaced by all-linear: lm_head cannot be adapted")
     elif "all-linear" not in names:
-        values.set("learner.lora.target_modules", names)
+        values.set(f"{ours}.target_modules", names)
 
 
 def _set_batches(values: Values, longest: int) -> None:
     size, mini = int(values.get("data.train_batch_size")), int(values.get(_ACTOR + "ppo_mini_batch_size"))
     values.set("learner.minibatches_per_step", max(1, math.ceil(size / mini)))
+    if has_critic(values):
+        mini = int(values.get("critic.ppo_mini_batch_size") or mini)
+        values.set("learner.critic.minibatches_per_step", max(1, math.ceil(size / mini)))
     per_gpu, whole = values.get(_ACTOR + "ppo_micro_batch_size_per_gpu"), values.get(_ACTOR + "ppo_micro_batch_size")
     if values.get(_ACTOR + "use_dynamic_bsz"):
         tokens = int(values.get(_ACTOR + "ppo_max_token_len_per_gpu"))
@@ -257,6 +266,8 @@ def _set_reward_model(values: Values) -> None:
     values.set("learner.reward_model.path", path)
     values.set("learner.reward_model.tokenizer", "policy" if reads_tokens else "own")
     values.set("learner.reward_model.combine", "replace")
+    if values.get("reward_model.model.fsdp_config.param_offload"):
+        values.set("learner.reward_model.offload", True)
     values.set("rollout.reward.by_data_source", {"*": {"kind": "reward_model"}})
     filtered = "algorithm.filter_groups.enable"
     if values.get(filtered):
@@ -388,9 +399,6 @@ def _set_loss(values: Values, max_response: int) -> None:
     if aggregation == "seq-mean-token-sum-norm" and name not in _OF_SEQUENCES:
         values.set(_OURS + "loss.constant_length", values.get(_ACTOR + "loss_scale_factor") or max_response)
     if has_critic(values):
-        for shared in ("ppo_mini_batch_size", "ppo_epochs", "grad_clip"):
-            if is_same(values.get(f"critic.{shared}"), values.get(_ACTOR + shared)):
-                values.ignore(f"critic.{shared}")
         critic_aggregation = values.get("critic.loss_agg_mode") or aggregation
         values.set(_OURS + "value_loss.aggregation", critic_aggregation)
         if critic_aggregation == "seq-mean-token-sum-norm":

@@ -15,10 +15,11 @@ from penstock.config.loading import validate
 from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import batch_of
+from penstock_learner.model.loading import is_adapter
 from penstock_learner.roles.frozen import ReferenceWorker
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.term import KLController, Term
-from support.groups import make_group
+from support.groups import groups_of, make_group
 from support.learner_ranks import make_rank, make_step, with_model
 
 LORA = {"rank": 4, "alpha": 8}
@@ -55,6 +56,18 @@ def test_an_adapter_that_stays_on_is_an_error_and_not_a_kl_of_zero(
     batch = batch_of([make_group(1)])
     with pytest.raises(ConfigError, match=r"peft [\d.]+ does not let the learner switch an adapter off"):
         policy.reference_log_probs(RankShard([batch], [list(range(batch.num_sequences))]))
+
+
+async def test_nothing_but_the_adapter_is_trained(tiny_models: dict[str, Path]) -> None:
+    """Servers get the adapter alone: an embedding, a last norm or a head that is trained too never reaches them."""
+    step = make_step(tiny_models, lora=LORA, lr=1e-2)
+    policy: Any = step.roles["policy"]
+    weights = dict(policy.rank.model.named_parameters())
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    for number in (1, 2):
+        await step.run(groups_of("a", "b"), number, Term())
+    moved = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}
+    assert moved == {name for name in weights if is_adapter(name)}
 
 
 async def test_a_step_is_the_same_with_and_without_a_reference_of_its_own(tiny_models: dict[str, Path]) -> None:

@@ -1,13 +1,12 @@
 """Which roles share GPUs, and how many whole GPUs they need.
 
-    standalone         policy | reference | critic | reward model     one resource group each
-    split-collocate    policy + reference | critic + reward model     two groups
+    standalone         policy | reference | critic | reward model     one pool each
+    split-collocate    policy + reference | critic + reward model     two pools, `policy` and `critic`
 
-A role that a user adds has a separate group in the first placement. In the second its `shares_gpus_of` says in
-which one it is.
-
-Rank i of every role of a resource group is in bundle i of the group. Ray places a bundle as a whole: whole GPUs first,
-and a fraction on one GPU. So four bundles of 0.75 need four GPUs, and four of 0.5 need two.
+A role that a user adds has its own pool in the first placement, and is in `critic` in the second. Any role's `pool`
+overrides that. The roles of a pool are a resource group: rank i of each of them is in bundle i of the group. Ray places
+a bundle as a whole: whole GPUs first, and a fraction on one GPU. So four bundles of 0.75 need four GPUs, and four of
+0.5 need two.
 """
 
 from __future__ import annotations
@@ -15,11 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeVar
 
-RESOURCE_GROUPS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "standalone": (("policy",), ("reference",), ("critic",), ("reward_model",)),
-    "split-collocate": (("policy", "reference"), ("critic", "reward_model")),
-}
-"""The roles of each resource group, by placement."""
+BUILT_IN = ("policy", "reference", "critic", "reward_model")
 _SMALLEST = 1e-4
 """Ray counts GPUs in these units."""
 
@@ -33,23 +28,27 @@ class RoleShares(Protocol):
     def cpus_per_rank(self) -> float: ...
     @property
     def gpus_per_rank(self) -> float: ...
+    @property
+    def pool(self) -> str: ...
 
 
 R = TypeVar("R", bound=RoleShares)
 
 
+def pools(placement: str, chosen: Mapping[str, str]) -> list[list[str]]:
+    """The roles of each pool, from what each role has chosen: a pool, or an empty text for that of the placement."""
+    found: dict[str, list[str]] = {}
+    for name in (*BUILT_IN, *sorted(chosen.keys() - set(BUILT_IN))):
+        if name in chosen:
+            default = "policy" if name in ("policy", "reference") else "critic"
+            found.setdefault(chosen[name] or (name if placement == "standalone" else default), []).append(name)
+    return list(found.values())
+
+
 def active_resource_groups(placement: str, roles: Mapping[str, R]) -> list[dict[str, R]]:
-    """The resource groups of the placement, with the roles that a run needs. Empty groups are omitted."""
-    listed = [set(names) for names in RESOURCE_GROUPS[placement]]
-    for name in sorted(roles.keys() - {name for names in listed for name in names}):
-        shared = getattr(roles[name], "shares_gpus_of", "none") if placement == "split-collocate" else "none"
-        group = next((names for names in listed if shared in names), None)
-        if group is None:
-            listed.append({name})
-        else:
-            group.add(name)
-    groups = [{name: role for name, role in roles.items() if name in names} for names in listed]
-    return [group for group in groups if group]
+    """The resource groups of the roles that a run needs: one for each pool."""
+    shared = pools(placement, {name: role.pool for name, role in roles.items()})
+    return [{name: roles[name] for name in names} for names in shared]
 
 
 def bundles(group: Mapping[str, RoleShares]) -> list[dict[str, float]]:

@@ -134,6 +134,9 @@ class RoleConfig(Config):
     """CPUs that Ray reserves for each rank."""
     gpus_per_rank: float = Field(default=0.0, ge=0, le=4096)
     """GPUs that Ray reserves for each rank: 1 on GPUs, 0 on a machine without any."""
+    pool: str = Field(default="", pattern=r"^([a-z][a-z0-9_]{0,31})?$")
+    """Roles of one pool share GPUs. Empty means the placement's: the role's name, or in `split-collocate`, `policy`
+    (with reference) or `critic` (all others)."""
 
 
 class ReferenceConfig(RoleConfig):
@@ -228,9 +231,6 @@ class OwnRoleConfig(TrainedRoleConfig):
     """With the worker `reward_model`: score by question instead of by a classifier's head."""
     tokenizer: Literal["policy", "own"] = "policy"
     """Whether a reward model reads the policy's tokens, and needs its tokenizer, or text in its own chat template."""
-    shares_gpus_of: Literal["policy", "critic", "none"] = "critic"
-    """Whose GPUs it shares in the placement `split-collocate`: `policy` (and reference), `critic` (and
-    reward model), or `none` for separate ones."""
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Settings for your own worker class, which it reads as `self.settings.settings`."""
 

@@ -276,6 +276,24 @@ def test_a_sequence_longer_than_a_micro_batch_needs_memory_that_ulysses_shares()
     assert tokens("policy", **shared) == 8192 and tokens("reference", **shared) == 32768
 
 
+def test_the_memory_of_roles_in_one_pool_adds_up() -> None:
+    """Policy and critic train at once, on the same GPUs: a search and `--config` count both."""
+    gpu, half = GPUS["h200"], {"num_ranks": 4, "gpus_per_rank": 0.5}
+    learner = {"algorithm": {"advantage": {"name": "gae"}}, "placement": "standalone", "policy": half}
+    for pool, groups in (("policy", [("policy", "critic")]), ("", [("policy",), ("critic",)])):
+        run = {"model": {"path": "Qwen/Qwen2.5-7B"}, "learner": learner | {"critic": half | {"pool": pool}}}
+        config = validate(run, "test")
+        task = task_of(config, gpu, {})
+        assert [task.groups(placement) for placement in PLACEMENTS] == [groups, groups]
+        assert [tuple(group.roles) for group in memory_of(config, gpu)] == groups
+        setup, needed = Setup.of(config), sum(group.num_bytes for group in memory_of(config, gpu))
+        assert needed == pytest.approx(sum(_bytes(task, role, 4, setup) for role in ("policy", "critic")))
+        found = search(task, 8).best
+        assert [roles for roles, _ in found.learner.groups] == groups
+        chosen = validate(merged(run, chosen_fields(found)), "test")
+        assert [tuple(group.roles) for group in memory_of(chosen, gpu)] == groups
+
+
 @pytest.mark.parametrize(
     ("changed", "has_pass"),
     [({}, False), ({"minibatches_per_step": 2}, True), ({"algorithm": {"kl": {"placement": "reward"}}}, True)],

@@ -3,10 +3,6 @@
 only `learner.roles` has the settings of `learner.groups.critic`. */}}
 {{- define "penstock.resourceGroups" -}}
 {{- $learner := .Values.config.learner -}}
-{{- $layouts := dict
-  "standalone" (list (list "policy") (list "reference") (list "critic") (list "reward_model"))
-  "split-collocate" (list (list "policy" "reference") (list "critic" "reward_model"))
--}}
 {{- $needed := dict "policy" (dig "policy" (dict) $learner) -}}
 {{- $policyIsReference := and (dig "lora" "" $learner) (not (dig "reference" "path" "" $learner)) -}}
 {{- if and (ne (dig "algorithm" "kl" "placement" "none" $learner) "none") (not $policyIsReference) -}}
@@ -16,27 +12,26 @@ only `learner.roles` has the settings of `learner.groups.critic`. */}}
 {{- $role := index $learner . -}}
 {{- if not (kindIs "invalid" $role) -}}{{- $_ := set $needed . $role -}}{{- end -}}
 {{- end -}}
-{{- $placement := $learner.placement | default "standalone" -}}
-{{- $listed := index $layouts $placement -}}
-{{- range $own, $sizes := dig "roles" (dict) $learner -}}
-{{- $_ := set $needed $own $sizes -}}
-{{- $shared := ternary (dig "shares_gpus_of" "critic" $sizes) "none" (eq $placement "split-collocate") -}}
-{{- $extended := list -}}
-{{- range $listed }}{{ $extended = append $extended (ternary (append . $own) . (has $shared .)) }}{{ end -}}
-{{- $listed = ternary (append $listed (list $own)) $extended (eq $shared "none") -}}
+{{- $own := dig "roles" (dict) $learner | default dict -}}
+{{- range $name, $sizes := $own }}{{ $_ := set $needed $name $sizes }}{{ end -}}
+{{- $pools := list -}}{{- $members := dict -}}
+{{- range $role := concat (list "policy" "reference" "critic" "reward_model") (keys $own | sortAlpha) -}}
+{{- if hasKey $needed $role -}}
+{{- $shared := ternary "policy" "critic" (has $role (list "policy" "reference")) -}}
+{{- $default := ternary $shared $role (eq $learner.placement "split-collocate") -}}
+{{- $pool := dig "pool" "" (index $needed $role) | default $default -}}
+{{- $pools = append $pools $pool | uniq -}}
+{{- $_ := set $members $pool (append (dig $pool list $members) $role) -}}
+{{- end -}}
 {{- end -}}
 {{- $groups := list -}}
-{{- range $layout := $listed -}}
-{{- $names := list -}}{{- $bundles := 0 -}}{{- $cpus := 0.0 -}}
-{{- range $role := $layout -}}
-{{- if hasKey $needed $role -}}
+{{- range $pool := $pools -}}
+{{- $names := index $members $pool -}}{{- $bundles := 0 -}}{{- $cpus := 0.0 -}}
+{{- range $role := $names -}}
 {{- $sizes := index $needed $role -}}
-{{- $names = append $names $role -}}
 {{- $bundles = max $bundles (dig "num_ranks" 1 $sizes | int) -}}
 {{- $cpus = addf $cpus (dig "cpus_per_rank" 1.0 $sizes | float64) -}}
 {{- end -}}
-{{- end -}}
-{{- if $names -}}
 {{- $gpus := list -}}
 {{- range $rank := until (int $bundles) -}}
 {{- $share := 0.0 -}}
@@ -50,7 +45,6 @@ only `learner.roles` has the settings of `learner.groups.critic`. */}}
 {{- $settings := first $names -}}
 {{- if not (hasKey $.Values.learner.groups $settings) }}{{ $settings = "critic" }}{{ end -}}
 {{- $groups = append $groups (dict "name" $name "settings" $settings "bundles" $bundles "cpus" $cpus "gpus" $gpus) -}}
-{{- end -}}
 {{- end -}}
 {{- $groups | toJson -}}
 {{- end -}}

@@ -153,12 +153,13 @@ def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_ranks(
     tmp_path: Path, model: Path, classifier: Path, redis_process: RedisProcess, undisturbed_ppo: PpoRun
 ) -> None:
     """A rank of the critic dies after step 2, and policy and critic rewind to that step's checkpoint. Then the reward
-    model's rank dies and is replaced within the step."""
+    model's rank dies and is replaced within the step. With one rank, policy and critic share a pool."""
     num_ranks = undisturbed_ppo.num_ranks
+    settings = ppo(classifier, num_ranks)
+    settings["policy"] |= {"pool": "critic" if num_ranks == 1 else ""}
     config = make_config(
-        tmp_path, model, redis_process.url, f"ppo-deaths-{num_ranks}", placement="split-collocate",
-        **ppo(classifier, num_ranks),
-    )  # fmt: skip
+        tmp_path, model, redis_process.url, f"ppo-deaths-{num_ranks}", placement="split-collocate", **settings
+    )
     asyncio.run(feed_prompts(config, GROUPS_PER_STEP * NUM_STEPS))
     asyncio.run(append_groups(config, GROUPS_PER_STEP * 2))
 

@@ -55,8 +55,8 @@ def settings(tmp_path: Path) -> dict[str, Any]:
         "policy": {"num_ranks": 2},
         "critic": {"lr": 1e-3},
         "roles": {
-            "second_critic": {"worker": f"{file}:SecondCritic", "lr": 1e-3, "shares_gpus_of": "critic"},
-            "teacher": {"worker": f"{file}:Teacher", "shares_gpus_of": "policy"},
+            "second_critic": {"worker": f"{file}:SecondCritic", "lr": 1e-3},
+            "teacher": {"worker": f"{file}:Teacher", "pool": "policy"},
         },
         "algorithm": {"advantage": {"name": "gae"}, "correction": {"mode": "bypass"}},
         "minibatches_per_step": 2,

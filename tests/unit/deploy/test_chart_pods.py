@@ -52,7 +52,12 @@ ALL_ROLES = ("--set=config.learner.critic.num_ranks=1", "--set=config.learner.re
 OWN_ROLE = (
     '--set-json=config.learner.roles={"second_critic": {"worker": "critic", "num_ranks": 2, "gpus_per_rank": 1}}',
 )
-declare((*ALL_ROLES, *OWN_ROLE), values="split-collocate")
+POOLS = (
+    "--set=config.learner.policy.pool=trained,config.learner.critic.pool=trained",
+    '--set-json=config.learner.roles={"zebra": {"worker": "critic", "pool": "reference"}, "ape": {"worker": "critic"}}',
+    "--set=config.learner.step=x.py:f",
+)
+declare((*ALL_ROLES, *OWN_ROLE), (*ALL_ROLES, *POOLS), values="split-collocate")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,9 @@ declare((*ALL_ROLES, *OWN_ROLE), values="split-collocate")
         (CHANGED, "standalone", ["policy"]),
         (CHANGED, "split-collocate", ["policy"]),
         ((*ALL_ROLES, *OWN_ROLE), "split-collocate", ["policy-reference", "critic-reward-model-second-critic"]),
+        ((*ALL_ROLES, *POOLS), "split-collocate", ["policy-critic", "reference", "reward-model-ape", "zebra"]),
         *further(
+            ((*ALL_ROLES, *POOLS), "standalone", ["policy-critic", "reference-zebra", "reward-model", "ape"]),
             (ADAPTER, "standalone", ["policy"]),
             ((*ADAPTER, "--set=config.learner.reference.path=/models/other"), "standalone", ["policy", "reference"]),
             (ALL_ROLES, "standalone", ["policy", "reference", "critic", "reward-model"]),

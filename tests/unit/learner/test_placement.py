@@ -90,6 +90,38 @@ def test_four_roles_make_four_groups_or_two() -> None:
     assert bundles(shared[1]) == [{"CPU": 2}, {"CPU": 1}]
 
 
+def test_any_role_can_be_in_any_pool() -> None:
+    """Pools have the names of their first roles, unless roles choose other names. Bundles add up."""
+
+    def groups(placement: str, **pools: str) -> list[list[str]]:
+        sizes = {"num_ranks": 2, "gpus_per_rank": 0.25}
+        roles = {
+            name: {"pool": pools.get(name, "")} | sizes for name in ("policy", "reference", "critic", "reward_model")
+        }
+        own = {name: {"worker": "critic", "pool": pools.get(name, "")} | sizes for name in ("zebra", "ape")}
+        roles["reward_model"] |= {"path": "reward"}
+        algorithm = {"advantage": {"name": "gae"}, "kl": {"placement": "reward"}}
+        learner = LearnerConfig.model_validate(
+            roles | {"roles": own, "step": "x.py:f", "placement": placement, "algorithm": algorithm}
+        )
+        found = active_resource_groups(placement, learner.needed_roles)
+        for group in found:
+            assert bundles(group) == [{"CPU": len(group), "GPU": 0.25 * len(group)}] * 2
+        return [list(group) for group in found]
+
+    both, alone = {"policy": "trained", "critic": "trained"}, [["ape"], ["zebra"]]
+    assert groups("standalone", **both) == [["policy", "critic"], ["reference"], ["reward_model"], *alone]
+    assert groups("standalone", critic="policy", ape="reference", zebra="reference") == [
+        ["policy", "critic"], ["reference", "ape", "zebra"], ["reward_model"],
+    ]  # fmt: skip
+    assert groups("split-collocate", policy="critic", ape="ape", zebra="policy") == [
+        ["policy", "critic", "reward_model"], ["reference", "zebra"], ["ape"],
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"gpus_per_rank of policy \+ critic must add up to at most 1"):
+        settings = {"policy": {"gpus_per_rank": 0.6}, "critic": {"gpus_per_rank": 0.5, "pool": "policy"}}
+        LearnerConfig.model_validate(settings | {"algorithm": {"advantage": {"name": "gae"}}})
+
+
 def test_with_an_adapter_the_policy_is_its_own_reference() -> None:
     def roles(**learner: object) -> list[str]:
         algorithm = {"kl": {"placement": "loss"}}

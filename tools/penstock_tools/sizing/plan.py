@@ -61,7 +61,7 @@ def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded:
         recomputes_log_probs=learner.recomputes_log_probs,
         setup=replace(Setup.of(config), is_padded=is_padded),
     )  # fmt: skip
-    return PlanTask(shapes, gpu, workload)
+    return PlanTask(shapes, gpu, workload, pools={role: getattr(learner, role).pool for role in shapes})
 
 
 def chosen_fields(found: Deployment) -> dict[str, Any]:

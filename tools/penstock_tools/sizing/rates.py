@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, cast
 
-from penstock.config.gpu_bundles import RESOURCE_GROUPS
+from penstock.config.gpu_bundles import pools
 from penstock_tools.sizing import hardware
 from penstock_tools.sizing.hardware import GPUS_PER_NODE, USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import Role, Setup, peak_bytes, trained_parameters
@@ -76,6 +76,8 @@ class PlanTask:
     gpu: Gpu
     workload: Workload
     placements: tuple[Placement, ...] = PLACEMENTS
+    pools: Mapping[Role, str] = field(default_factory=dict)
+    """The pools that roles have chosen."""
 
     @property
     def policy(self) -> ModelShape:
@@ -92,9 +94,12 @@ class PlanTask:
 
     def groups(self, placement: Placement) -> list[tuple[Role, ...]]:
         """The roles that share GPUs, beginning with the policy's."""
-        present = [role for role in self.shapes if not (role == "reference" and self.reference_is_policy)]
-        groups = [tuple(role for role in present if role in names) for names in RESOURCE_GROUPS[placement]]
-        return [group for group in groups if group]
+        present: dict[str, str] = {
+            role: self.pools.get(role, "")
+            for role in self.shapes
+            if not (role == "reference" and self.reference_is_policy)
+        }
+        return [tuple(cast(Role, role) for role in group) for group in pools(placement, present)]
 
     def needed_bytes(self, roles: Iterable[Role], num_ranks: int, setup: Setup) -> float:
         """Bytes on the fullest GPU that these roles share."""

@@ -110,10 +110,11 @@ experts), R those of the root (embedding and head), E those of the embedding, an
 {chr(10).join(f"| {' | '.join(row)} |" for row in MOMENTS)}
 
 The state is 16 B for each parameter, divided by N: weight, gradient and Adam's two moments in float32.
-`learner.master_dtype: bfloat16` halves it, and `learner.cpu_offload` moves it to the host. With LoRA only the adapter
-has gradients and moments, only the adapter is pushed, and the reference needs no memory unless it has its own path. A
-critic or reward model has no logits. Models on the padded path ([models.md](models.md), `penstock plan --padded`) also
-hold all logits of a micro-batch and their gradients. Not counted: a quantized reference, which every rank loads whole.
+`learner.master_dtype: bfloat16` halves it; `learner.offload` moves the moments or all of it to the host. With LoRA only
+the adapter has gradients and moments, only the adapter is pushed, and the reference needs no memory unless it has its
+own path. A critic or reward model has no logits. Models on the padded path ([models.md](models.md), `penstock plan
+--padded`) also hold all logits of a micro-batch and their gradients. Not counted: a quantized reference, which every
+rank loads whole.
 
 `bench/plan_memory.py` compares the plan with memory measured on an H200: they agree within 6 % in every phase. GPUs are
 counted as Ray places them: a rank's share is on one GPU, so four ranks of 0.75 need four GPUs.
@@ -122,7 +123,7 @@ counted as Ray places them: a rank's share is on one GPU, so four ranks of 0.75 
 SEARCH = """
 ## The search
 `penstock plan --gpus N` searches the deployment that trains on the most response tokens per second on at most N GPUs.
-It tries both placements, the ranks of each role, Ulysses (`sequence_parallel`), `cpu_offload`, the micro-batch, where
+It tries both placements, the ranks of each role, Ulysses (`sequence_parallel`), `offload`, the micro-batch, where
 versions are staged, and the servers with their tensor parallelism and concurrency. Everything that it proposes fits by
 the formulas above. A server is on one node. On a single GPU, or if that is best, the server and the learner share it.
 

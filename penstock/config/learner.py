@@ -139,7 +139,14 @@ class RoleConfig(Config):
     (with reference) or `critic` (all others)."""
 
 
-class ReferenceConfig(RoleConfig):
+class FrozenRoleConfig(RoleConfig):
+    """A role whose weights never change."""
+
+    offload: bool = False
+    """Keep its weights in host memory, from which each pass copies them."""
+
+
+class ReferenceConfig(FrozenRoleConfig):
     """The frozen model that the KL penalty compares with."""
 
     path: Path | None = None
@@ -199,7 +206,7 @@ class JudgeConfig(Config):
     """The answer that means a bad trajectory. It must be one token."""
 
 
-class RewardModelConfig(RoleConfig):
+class RewardModelConfig(FrozenRoleConfig):
     """A model in the learner that scores every sample before it is trained on."""
 
     path: Path
@@ -219,7 +226,7 @@ class RewardModelConfig(RoleConfig):
         return any(fnmatchcase(data_source, pattern) for pattern in self.data_sources or ("*",))
 
 
-class OwnRoleConfig(TrainedRoleConfig):
+class OwnRoleConfig(TrainedRoleConfig, FrozenRoleConfig):
     """A role that you define and your step calls by its name in `learner.roles`."""
 
     worker: str = Field(min_length=1)
@@ -246,6 +253,8 @@ class OwnRoleConfig(TrainedRoleConfig):
              f"unknown worker {self.worker!r}: give {known}, or your own as folder/file.py:Class"),
             (self.worker == "reward_model" and self.path is None,
              "worker reward_model needs path, the folder of a classifier or, with judge, of any model"),
+            (self.worker == "critic" and self.offload,
+             "offload is for workers that are not trained: set learner.offload, which is for all that are"),
         )  # fmt: skip
 
 
@@ -379,8 +388,9 @@ class LearnerConfig(Config):
     activation_memory: float = Field(default=1.0, ge=0, le=1)
     """With `compile`: share of activations kept in layers that `activation_checkpointing` does not recompute; the
     cheapest ones to recompute are dropped first."""
-    cpu_offload: bool = False
-    """Keep and update weights and optimizer state in host memory. Slower, for models that do not fit otherwise."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What policy and critic keep in host memory: nothing, Adam's moments, or weights and gradients too, updated there.
+    Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Policy ranks that share each sequence (Ulysses). Divides `policy.num_ranks` and the number of attention heads."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)

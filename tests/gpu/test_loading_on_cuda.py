@@ -37,7 +37,7 @@ def test_sharded_weights_are_read_to_their_place(name: str, offload: bool, tmp_p
     tiny_model(name, head_dim=32, hidden_size=128, num_hidden_layers=2).save_pretrained(tmp_path)
     device = torch.device("cuda", 0)
     model = open_model(tmp_path, torch.float32, 16)
-    learner = LearnerConfig(cpu_offload=offload)
+    learner = LearnerConfig(offload="all" if offload else "none")
     prepare_for_training(model, learner, torch.bfloat16, is_cuda=True)
     read_weights(model, device, offload=offload)
     plain = dict(AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters())

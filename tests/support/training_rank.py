@@ -26,11 +26,11 @@ from penstock_learner.batches.partition import partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch, batch_of
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
-from penstock_learner.model.causal_lm import open_model
+from penstock_learner.model.causal_lm import CausalLM, open_model
 from penstock_learner.model.loading import TensorFiles, prepare_for_training, read_weights
 from penstock_learner.model.published_layout import full_weight
 from penstock_learner.model.torch_settings import DTYPES, compute_dtype_of, set_up_torch
-from penstock_learner.optim.optimizer import make_optimizer
+from penstock_learner.optim.optimizer import HostAdamW, make_optimizer
 from penstock_learner.roles.policy import PolicyUpdate
 from penstock_learner.roles.trainer import TrainerRank
 from penstock_learner.steps.program import denominators_of, with_advantages
@@ -72,7 +72,7 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
         compiled=config.learner.compile,
     )
     prepare_for_training(model, config.learner, compute_dtype_of(config), is_cuda=False)
-    read_weights(model, CPU, offload=config.learner.cpu_offload)
+    read_weights(model, CPU, offload=config.learner.offload == "all")
     share = config.learner.sequence_parallel
     parallel = make_sequence_parallel(share)
     update = PolicyUpdate(
@@ -140,6 +140,48 @@ def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> Non
         (folder / f"{name}.json").write_text(json.dumps({"moved": moved, "same": same}))
 
 
+def load_across_offloads(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """Whether a checkpoint of each kind of offload continues under each: with the same weights and moments."""
+
+    def trainer_of(offload: str) -> tuple[TrainerRank, CausalLM]:
+        learner = {"policy": {"num_ranks": num_ranks}, "offload": offload}
+        trainer = TrainerRank(
+            validate({"model": {"path": str(folder / "model")}, "learner": learner}, "t"), rank, num_ranks
+        )
+        trainer.device = CPU
+        model = open_model(trainer.config.model.path, torch.float32, 16)
+        trainer.prepare(model, 1e-3)
+        return trainer, model
+
+    def step(trainer: TrainerRank, model: CausalLM, gradient: float) -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, gradient)
+        trainer.optimizer.step()
+
+    def state(trainer: TrainerRank, model: CausalLM) -> list[torch.Tensor]:
+        moments = [trainer.optimizer.state[p][n] for p in model.parameters() for n in ("exp_avg", "exp_avg_sq", "step")]
+        return [full_weight(t).detach().clone() for t in (*model.parameters(), *moments)]
+
+    said: dict[str, bool] = {}
+    trained = {offload: trainer_of(offload) for offload in ("none", "optimizer", "all")}
+    for written, (writer, its_model) in trained.items():
+        checkpoint = folder / f"{name}-{written}"
+        step(writer, its_model, 1.0)
+        writer.stage(checkpoint)
+        writer.finish_saving()
+        step(writer, its_model, -0.5)
+        expected = state(writer, its_model)
+        for read, (reader, model) in trained.items():
+            step(reader, model, 3.0)
+            reader.load_checkpoint(checkpoint)
+            step(reader, model, -0.5)
+            found = state(reader, model)
+            same = all(map(torch.equal, found, expected))
+            said[f"{written}, {read}"] = same and isinstance(reader.optimizer, HostAdamW) == (read == "optimizer")
+    if rank == 0:
+        (folder / f"{name}.json").write_text(json.dumps(said))
+
+
 def load_models(rank: int, folder: Path, name: str) -> None:
     """Compare sharded models with whole ones, and what this rank has read with what the files hold."""
     read = 0
@@ -159,14 +201,14 @@ def load_models(rank: int, folder: Path, name: str) -> None:
     whole, TensorFiles.whole = TensorFiles.whole, counted_whole  # type: ignore[method-assign]
     said: dict[str, Any] = {}
     for path in sorted((folder / "loaded").iterdir()):
-        for settings in ({}, {"cpu_offload": True}, {"lora": {"rank": 4, "alpha": 8}}):
+        for settings in ({}, {"offload": "all"}, {"lora": {"rank": 4, "alpha": 8}}):
             learner = LearnerConfig.model_validate(settings)
             model = open_model(path, torch.float32, 16)
             if learner.lora is not None:
                 add_adapter(model, LoraConfig(rank=4, alpha=8))
             prepare_for_training(model, learner, torch.float32, is_cuda=False)
             read = 0
-            read_weights(model, CPU, offload=learner.cpu_offload)
+            read_weights(model, CPU, offload=learner.offload == "all")
             plain = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
             wrong = [
                 parameter_name
@@ -186,6 +228,8 @@ def main() -> None:
     for name, (ranks, settings) in json.loads((folder / "cases.json").read_text()).items():
         if ranks == num_ranks and name == "loaded":
             load_models(rank, folder, name)
+        elif ranks == num_ranks and name == "offloads":
+            load_across_offloads(rank, num_ranks, folder, name)
         elif ranks == num_ranks and name == "staged":
             stage_and_restore(rank, num_ranks, folder, name)
         elif ranks == num_ranks:

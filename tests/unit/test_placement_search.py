@@ -19,7 +19,17 @@ from penstock.config.gpu_bundles import num_gpus as bundled_gpus
 from penstock.config.loading import load_config, merged, validate
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import GPUS, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import STAGINGS, Role, Setup, peak, peak_bytes, role_memory, server_memory, total
+from penstock_tools.sizing.memory import (
+    OFFLOADS,
+    STAGINGS,
+    Role,
+    Setup,
+    peak,
+    peak_bytes,
+    role_memory,
+    server_memory,
+    total,
+)
 from penstock_tools.sizing.models import KNOWN, shape_of_hub_id
 from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, task_of
 from penstock_tools.sizing.rates import PLACEMENTS, PlanTask, Workload, exchange_s, offload_s, train_s
@@ -117,8 +127,8 @@ def _all_learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
             if placement == "standalone" and len(groups) > 1:
                 continue
             groups = [tuple(role for group in groups for role in group)]
-        for counts, parallel, offloads in itertools.product(
-            itertools.product(ranks, repeat=len(groups)), (1, 2, 4), (False, True)
+        for counts, parallel, offload in itertools.product(
+            itertools.product(ranks, repeat=len(groups)), (1, 2, 4), OFFLOADS
         ):
             if counts[0] % parallel or policy.num_heads % parallel or sum(counts) > num_gpus:
                 continue
@@ -128,7 +138,7 @@ def _all_learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
             micros.add(min(base.micro_batch_tokens, -(-longest // parallel)))
             for micro, staging in itertools.product(micros, STAGINGS):
                 setup = replace(
-                    base, cpu_offload=offloads, staging=staging, micro_batch_tokens=micro,
+                    base, offload=offload, staging=staging, micro_batch_tokens=micro,
                     longest_sequence=longest, sequence_parallel=parallel,
                 )  # fmt: skip
                 room = task.gpu.memory_bytes * (USABLE_MEMORY - (share or 0.0))
@@ -213,7 +223,7 @@ def test_plan_config_finds_the_memory_that_the_search_found(
 def test_the_search_shows_what_alternatives_cost(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["plan", "--gpus", "8", "--model", "7b", "--gpu", "h100"]) == 0
     text = capsys.readouterr().out
-    for part in ("best ", "standalone ", "max_staleness 0", "cpu_offload", "the learner is busy", "servers are busy",
+    for part in ("best ", "standalone ", "max_staleness 0", "offload", "the learner is busy", "servers are busy",
                  "does not fit:", "KV cache", "config "):  # fmt: skip
         assert part in text, part
     costs = [float(cost) for cost in re.findall(r" ([\d.]+)% +(?:the learner is|servers are|groups take)", text)]
@@ -304,7 +314,7 @@ def test_the_policys_own_forward_pass_is_counted_where_a_step_makes_one(
     config = validate({"model": {"path": "Qwen/Qwen2.5-7B"}, "learner": changed}, "test")
     task = task_of(config, GPUS["h200"], {})
     assert task.workload.recomputes_log_probs == has_pass
-    model, setup = KNOWN["7b"], Setup(cpu_offload=True)
+    model, setup = KNOWN["7b"], Setup(offload="all")
     once = replace(task, workload=replace(task.workload, recomputes_log_probs=False))
     forward = 2 * model.num_parameters
     assert task.work(("policy",), setup)[0] == (forward if has_pass else 0)

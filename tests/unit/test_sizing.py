@@ -22,7 +22,7 @@ from penstock.config.loading import merged, validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import CONTEXT, PHASES, STAGED, Role, Setup, peak, role_memory, total
+from penstock_tools.sizing.memory import CONTEXT, OFFLOADS, PHASES, STAGED, Role, Setup, peak, role_memory, total
 from penstock_tools.sizing.models import KNOWN, find_shape
 from penstock_tools.sizing.plan import ROLES, chosen_fields, deployment_memory, memory_of, new_run
 from penstock_tools.sizing.rates import (
@@ -261,10 +261,30 @@ def test_with_an_adapter_the_critic_trains_all_its_weights_and_another_reference
 
 
 def test_offload_moves_the_state_to_the_host() -> None:
-    uses = role_memory("policy", KNOWN["7b"], 2, Setup(cpu_offload=True, staging="host"))
+    uses = role_memory("policy", KNOWN["7b"], 2, Setup(offload="all", staging="host"))
     state = 16 * KNOWN["7b"].num_parameters / 2
     assert max(total(use.host) for use in uses) > state
-    assert _bytes("policy", "step", "7b", 2, cpu_offload=True, staging="host") < 0.4 * state / 1e9
+    assert _bytes("policy", "step", "7b", 2, offload="all", staging="host") < 0.4 * state / 1e9
+    hosts = [
+        max(total(use.host) for use in role_memory("policy", KNOWN["7b"], 2, Setup(offload=each, staging="host")))
+        for each in OFFLOADS
+    ]
+    assert hosts[1] - hosts[0] == pytest.approx(state / 2) and hosts[2] - hosts[0] == pytest.approx(state)
+    saved = [_bytes("policy", "gather", "7b", 2, staging="host", offload=each) for each in OFFLOADS]
+    assert saved[0] - saved[1] == pytest.approx(state / 2 / 1e9) and saved[0] - saved[2] == pytest.approx(state / 1e9)
+
+
+@pytest.mark.parametrize("role", ["reference", "reward_model"])
+def test_a_frozen_role_is_offloaded_apart(role: Role) -> None:
+    model, setup = KNOWN["7b"], Setup(on_host=frozenset({role}))
+    here, away = role_memory(role, model, 2, Setup()), role_memory(role, model, 2, setup)
+    for before, after in zip(here, away, strict=True):
+        moved = next(item.num_bytes for item in before.device if item.name == "weights")
+        assert total(before.device) - total(after.device) == pytest.approx(moved)
+        assert total(after.host) - total(before.host) == pytest.approx(moved)
+    whole, rest = (total(peak(role_memory(role, model, 1, each)).device) for each in (Setup(), setup))
+    assert rest < 0.7 * whole
+    assert role_memory("policy", model, 2, setup) == role_memory("policy", model, 2, Setup())
 
 
 def test_the_padded_path_holds_all_logits_of_a_micro_batch() -> None:

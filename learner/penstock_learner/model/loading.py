@@ -464,7 +464,7 @@ def prepare_for_training(
         if is_recomputed:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = CPUOffloadPolicy(pin_memory=is_cuda) if learner.cpu_offload else OffloadPolicy()
+    offload = host_policy(learner.offload == "all", is_cuda=is_cuda)
     # On a CPU the memory that resharding saves is not worth gathering the weights twice.
     shard(model, reshard_after_forward=is_cuda, precision=precision, offload=offload)
 
@@ -492,6 +492,11 @@ def shard(
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
     fully_shard(model, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
+
+
+def host_policy(offload: bool, *, is_cuda: bool) -> OffloadPolicy:
+    """FSDP2's policy for weights that are kept in host memory, or on the device."""
+    return CPUOffloadPolicy(pin_memory=is_cuda) if offload else OffloadPolicy()
 
 
 def is_quantized(model: FolderModel) -> bool:

@@ -8,9 +8,11 @@ GPU can get its own compiled kernel that reads and writes memory once, which is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -52,25 +54,77 @@ class ScaledAdamW(torch.optim.AdamW):
             weights = [self._weight(parameter) for parameter in trained]
             steps = [weight.step for weight in weights]
             torch._foreach_add_(steps, scale.isfinite().to(steps[0].dtype))
-            large = [weight for weight in weights if weight.value.numel() >= self.large]
-            if large:
-                factors = _factors(scale, steps[0], group)
-                update = _update(tuple(group["betas"]), group["eps"], self.compiled)
-                for weight in large:
-                    update(*(tensor.view(-1) for tensor in weight[:4]), factors)
-            _step_together([weight for weight in weights if weight.value.numel() < self.large], scale, group)
+            self._step_weights(weights, scale, group)
+
+    def _step_weights(self, weights: list[_Weight], scale: Tensor, group: dict[str, Any]) -> None:
+        large = [weight for weight in weights if weight.value.numel() >= self.large]
+        if large:
+            factors = _factors(scale, weights[0].step, group)
+            update = _update(tuple(group["betas"]), group["eps"], self.compiled)
+            for weight in large:
+                update(*(tensor.view(-1) for tensor in weight[:4]), factors)
+        _step_together([weight for weight in weights if weight.value.numel() < self.large], scale, group)
 
     def _weight(self, parameter: Tensor) -> _Weight:
+        state, gradient = self._state_of(parameter), parameter.grad
+        assert gradient is not None
+        mean, square = local_shard(state["exp_avg"]), local_shard(state["exp_avg_sq"])
+        return _Weight(local_shard(parameter), local_shard(gradient), mean, square, state["step"])
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-        gradient, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
-        assert gradient is not None
-        return _Weight(
-            local_shard(parameter), local_shard(gradient), local_shard(mean), local_shard(square), state["step"]
+            state["exp_avg"] = self._zeros(parameter)
+            state["exp_avg_sq"] = self._zeros(parameter)
+        return state
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        return torch.zeros_like(parameter)
+
+
+BUCKET = 2**25
+"""Most weights whose moments are on the GPU at once if they are kept on the host: 256 MiB in float32."""
+
+
+class HostAdamW(ScaledAdamW):
+    """The same with its moments in host memory, pinned for weights on a GPU. A step copies them to the GPU and back,
+    bucket by bucket, and updates the weights there."""
+
+    def _step_weights(self, weights: list[_Weight], scale: Tensor, group: dict[str, Any]) -> None:
+        for bucket in _buckets(weights):
+            device = bucket[0].value.device
+            moved = [weight.with_moments_on(device) for weight in bucket]
+            _step_together(moved, scale, group)
+            for weight, own in zip(moved, bucket, strict=True):
+                own.mean.copy_(weight.mean, non_blocking=True)
+                own.square.copy_(weight.square, non_blocking=True)
+        if weights[0].value.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the host may read the moments from here on
+
+    def _zeros(self, parameter: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor
+
+        shard = local_shard(parameter)
+        zeros = torch.zeros(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+        # `DTensor.from_local` would move it to the device of the mesh.
+        return DTensor(zeros, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else zeros
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state, also one that was kept on the device. torch would move the moments to the weights' device."""
+        kept, loaded = self.state, defaultdict[Tensor, Any](dict)
+        super().load_state_dict({**state_dict, "state": {}})
+        self.state = kept
+        names, own = (
+            chain.from_iterable(group["params"] for group in groups)
+            for groups in (state_dict["param_groups"], self.param_groups)
         )
+        for name, parameter in zip(names, own, strict=True):
+            if saved := state_dict["state"].get(name):
+                loaded[parameter] = self._state_of(parameter)
+                for key, value in loaded[parameter].items():
+                    local_shard(value).copy_(local_shard(saved[key]))
+        self.state = loaded
 
 
 class _Weight(NamedTuple):
@@ -81,6 +135,24 @@ class _Weight(NamedTuple):
     mean: Tensor
     square: Tensor
     step: Tensor
+
+    def with_moments_on(self, device: torch.device) -> _Weight:
+        mean, square = (moment.to(device, non_blocking=True) for moment in (self.mean, self.square))
+        return self._replace(mean=mean, square=square)
+
+
+def _buckets(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
+    """Slices of the weights, in buckets of at most `BUCKET` elements."""
+    bucket: list[_Weight] = []
+    for weight in weights:
+        flat = [tensor.view(-1) for tensor in weight[:4]]
+        for value, gradient, mean, square in zip(*(tensor.split(BUCKET) for tensor in flat), strict=True):
+            if bucket and sum(part.value.numel() for part in bucket) + value.numel() > BUCKET:
+                yield bucket
+                bucket = []
+            bucket.append(_Weight(value, gradient, mean, square, weight.step))
+    if bucket:
+        yield bucket
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -158,7 +230,8 @@ class OptimizerStep:
 def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> ScaledAdamW:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     compiles = trained[0].is_cuda and learner.compile
-    return ScaledAdamW(
+    kind = HostAdamW if learner.offload == "optimizer" else ScaledAdamW
+    return kind(
         trained,
         large=LARGE if compiles else math.inf,
         compiled=compiles,

@@ -16,7 +16,7 @@ from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, open_model
-from penstock_learner.model.loading import read_weights, shard
+from penstock_learner.model.loading import host_policy, is_quantized, read_weights, shard
 from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, open_judge, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.roles.dispatch import dispatched
@@ -28,11 +28,17 @@ class FrozenRank(Rank):
     """A rank whose model computes forward passes and never changes."""
 
     def freeze(self, model: CausalLM | ScalarModel, key: str) -> None:
-        """Shard the model over the role's ranks, read this rank's weights, and check its forward pass."""
+        """Shard the model over the role's ranks, read this rank's weights, and check its forward pass. Raises
+        ConfigError if weights that cannot be offloaded are to be."""
         model.requires_grad_(False)
-        if self.world_size > 1:
-            shard(model)
-        read_weights(model, self.device)
+        offload: bool = self.settings.offload
+        if offload and is_quantized(model):
+            raise ConfigError(
+                f"{key.removesuffix('.path')}: quantized weights cannot be offloaded; set offload to false"
+            )
+        if self.world_size > 1 or offload:
+            shard(model, offload=host_policy(offload, is_cuda=self.device.type == "cuda"))
+        read_weights(model, self.device, offload=offload)
         require_right(model, key, self.device, self.model_dtype)
 
 

@@ -86,7 +86,7 @@ class TrainerRank(Rank):
         self.learner = learner = self.config.learner.training_of(self.role)
         """The settings that this role is trained with."""
         prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
-        read_weights(model, self.device, offload=learner.cpu_offload)
+        read_weights(model, self.device, offload=learner.offload == "all")
         self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model
         self.saving_group = dist.new_group(backend="gloo")

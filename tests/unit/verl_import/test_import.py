@@ -88,7 +88,7 @@ _BUFFER = "+reward_model.reward_kwargs.overlong_buffer_cfg."
          "learner.micro_batch_tokens", 9000),
         (("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=200"),
          "learner.warmup_steps", 20),
-        (("actor_rollout_ref.actor.fsdp_config.offload_policy=True",), "learner.cpu_offload", True),
+        (("actor_rollout_ref.actor.fsdp_config.offload_policy=True",), "learner.offload", "all"),
         (("actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",), "learner.master_dtype", "bfloat16"),
         (("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",), "learner.sequence_parallel", 2),
         (("trainer.n_gpus_per_node=1",), "rollout.engine.gpu_memory_utilization", 0.4),

@@ -50,7 +50,7 @@ VERDICTS: tuple[tuple[str, Any, str], ...] = (
     (ACTOR + "policy_loss.loss_mode", "mine", "danger"),
     (ACTOR + "ppo_mini_batch_size", 256, "changed"),
     (ACTOR + "router_replay.mode", "R2", "missing"),
-    ("actor_rollout_ref.ref.fsdp_config.param_offload", True, "missing"),
+    ("actor_rollout_ref.ref.fsdp_config.param_offload", True, "same"),
     (ROLLOUT + "n", 8, "same"),
     (ROLLOUT + "temperature", 1.0, "same"),
     (ROLLOUT + "val_kwargs.temperature", 0.6, "same"),
@@ -127,6 +127,15 @@ def test_the_verdict_on_a_key_of_the_critic(key: str, value: Any, verdict: str, 
     critic = result.config.learner.critic
     assert verdicts(result).get(f"critic.{key}", "same") == verdict
     assert getattr(critic, ours) == wanted
+
+
+def test_frozen_models_are_offloaded_where_verl_offloads_them() -> None:
+    reference, scoring = ("actor_rollout_ref.ref.fsdp_config.", "reward_model.model.fsdp_config.")
+    words = [f"{reference}param_offload=True", f"{scoring}param_offload=True"]
+    scored = import_words([*words, "reward_model.enable=True", "reward_model.model.path=models/judge"])
+    assert scored.config.learner.reward_model is not None and scored.config.learner.reward_model.offload
+    assert scored.config.learner.reference.offload and scored.config.learner.offload == "none"
+    assert import_words(words).config.learner.reward_model is None
 
 
 def test_verls_critic_does_not_take_the_policys_decay_clipping_and_warm_up() -> None:

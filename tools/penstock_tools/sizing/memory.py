@@ -27,6 +27,8 @@ from penstock_tools.sizing.models import ModelShape
 Role = Literal["policy", "reference", "critic", "reward_model"]
 Phase = Literal["load", "step", "gather", "push"]
 Staging = Literal["device", "host"]
+Offload = Literal["none", "optimizer", "all"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
 STAGINGS: tuple[Staging, ...] = ("device", "host")
 PHASES: tuple[Phase, ...] = ("load", "step", "gather", "push")
 
@@ -43,6 +45,8 @@ READ_BYTES = 2**26
 CONTEXT = "context"
 STAGED = "versions staged for pushes"
 CHECKPOINT_COPY = "copy for the checkpoint"
+BUCKET = 2**25
+"""Weights whose moments are on the GPU at once if the optimizer is on the host."""
 STAGED_VERSIONS = 2
 """Versions on rank 0: the current one and the newest. A third is there while a push takes longer than a step."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -103,7 +107,10 @@ class Setup:
     compiles: bool = False
     kept: float = 1.0
     """With `compiles`: share of activations that layers keep if they are not recomputed."""
-    cpu_offload: bool = False
+    offload: Offload = "none"
+    """What policy and critic keep on the host."""
+    on_host: frozenset[str] = frozenset()
+    """Frozen roles whose weights are on the host."""
     lora_rank: int = 0
     """Rank of the policy's adapter, which is trained instead of its weights. 0 without one."""
     critic_lora_rank: int = 0
@@ -129,7 +136,12 @@ class Setup:
             recomputed=learner.activation_checkpointing,
             compiles=learner.compile,
             kept=learner.activation_memory,
-            cpu_offload=learner.cpu_offload,
+            offload=learner.offload,
+            on_host=frozenset(
+                name
+                for name, role in (("reference", learner.reference), ("reward_model", learner.reward_model))
+                if role is not None and role.offload
+            ),
             lora_rank=learner.lora.rank if learner.lora else 0,
             critic_lora_rank=learner.critic.lora.rank if learner.critic and learner.critic.lora else 0,
             policy_is_reference=learner.policy_is_reference,
@@ -206,6 +218,12 @@ def _whole_logits(model: ModelShape, setup: Setup, num_copies: int) -> list[Size
     return [sized("logits of the micro-batch", *sizes, each=setup.compute_bytes, copies=num_copies)] * setup.is_padded
 
 
+def _bucket(num_trained: float, setup: Setup) -> list[Size]:
+    """Moments that an update has on the GPU, of a rank with so many trained parameters, if they are on the host."""
+    bucket = Count("bucket", min(BUCKET, num_trained))
+    return [sized("moments of a bucket", bucket, each=2 * setup.master_bytes)] * (setup.offload == "optimizer")
+
+
 _READING = Size("pieces of the files", "", READ_BYTES)
 
 
@@ -221,11 +239,10 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     whole, one_layer, in_root, embedding = _counts(model)
     tokens, size, master, hidden = setup.micro_batch_tokens, setup.compute_bytes, setup.master_bytes, model.hidden_size
     # Without FSDP2 the weights are used as they are, and nothing is gathered or reduced.
-    is_sharded = num_ranks > 1 or master != size or setup.cpu_offload
+    is_sharded = num_ranks > 1 or master != size or setup.offload == "all"
     gathered = size if is_sharded else 0
-    is_whole = not setup.lora_rank
+    is_whole, is_first = not setup.lora_rank, setup.num_micro_batches == 1
     trained = whole if is_whole else Count("adapter", trained_parameters(model, setup.lora_rank))
-    is_first = setup.num_micro_batches == 1
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
 
     def unit(count: Count) -> list[Size]:
@@ -275,11 +292,12 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     copy = Size(CHECKPOINT_COPY, "weights and Adam", total([*kept, adam]))
 
     def use(phase: Phase, what: str, state: list[Size], others: list[Size], host: Sequence[Size] = ()) -> MemoryUse:
-        """The moment with the state on the GPU, or with offload on the host, and with the versions for pushes."""
+        """The moment with the state on the GPU or, as `offload` says, on the host, and with the versions for pushes."""
         staged = sized(STAGED, trained, each=setup.pushed_bytes, copies=1 if phase == "gather" else STAGED_VERSIONS)
         versions = [staged] * (role == "policy" and phase != "load")
-        device = [*([] if setup.cpu_offload else state), *others, *(versions if setup.staging == "device" else [])]
-        held = [*(state if setup.cpu_offload else []), *host, *(versions if setup.staging == "host" else [])]
+        away = {"none": [], "optimizer": [each for each in state if each == adam], "all": state}[setup.offload]
+        device = [*(each for each in state if each not in away), *others, *versions * (setup.staging == "device")]
+        held = [*away, *host, *versions * (setup.staging == "host")]
         return MemoryUse(phase, what, tuple(each for each in device if each.num_bytes), tuple(held))
 
     uses = [
@@ -288,6 +306,7 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
         use("load", "the self-check", [weights], [root, *layer_buffer, _checked_logits(model, setup)]),
         use("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs]),
         use("step", "end of the backward pass", state, end),
+        use("step", "the update", state, _bucket(trained.value / num_ranks, setup)),
         use("step", "a checkpoint is written", state, [], [copy]),
     ]
     if role == "policy":
@@ -305,23 +324,28 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
 def _frozen_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> list[MemoryUse]:
     """A reference or reward model: frozen weights, and forward passes only."""
     (whole, one_layer, in_root, _), size, tokens = _counts(model), setup.pushed_bytes, setup.micro_batch_tokens
+    on_host, is_sharded = role in setup.on_host, num_ranks > 1 or role in setup.on_host
     weights = sized("weights", whole, each=size, ranks=num_ranks)
-    root = [sized("gathered root", in_root, each=size)] * (num_ranks > 1)
-    layer = [sized("gathered layer, and its buffer", one_layer, each=size, copies=2)] * (num_ranks > 1)
+    root = [sized("gathered root", in_root, each=size)] * is_sharded
+    layer = [sized("gathered layer, and its buffer", one_layer, each=size, copies=2)] * is_sharded
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
-    buffer = [sized("buffer of the gather", in_root, each=size, copies=twice)] * (num_ranks > 1)
+    buffer = [sized("buffer of the gather", in_root, each=size, copies=twice)] * is_sharded
     width = 4 * model.hidden_size + model.attention_size + 3 * model.active_intermediate_size
     inside = sized("inside one layer", tokens, width, each=size)
+
+    def use(phase: Phase, what: str, others: Sequence[Size], host: Sequence[Size] = ()) -> MemoryUse:
+        return MemoryUse(phase, what, (*[weights] * (not on_host), *others), (*[weights] * on_host, *host))
+
     found = [
-        MemoryUse("load", "reading the weights", (weights,), (_READING,)),
-        MemoryUse("load", "gathering the root", (weights, *root, *buffer)),
-        MemoryUse("step", "forward pass of a layer", (weights, *root, *layer, inside)),
+        use("load", "reading the weights", (), (_READING,)),
+        use("load", "gathering the root", (*root, *buffer)),
+        use("step", "forward pass of a layer", (*root, *layer, inside)),
     ]
     if role == "reference":
-        found.append(MemoryUse("load", "the self-check", (weights, *root, *layer, _checked_logits(model, setup))))
+        found.append(use("load", "the self-check", (*root, *layer, _checked_logits(model, setup))))
         states = sized("hidden states", tokens, model.hidden_size, each=8)
         logits = (_logits(model, setup, tokens, has_gradient=False), *_whole_logits(model, setup, 2))
-        found.append(MemoryUse("step", "logits", (weights, *root, *layer, states, *logits)))
+        found.append(use("step", "logits", (*root, *layer, states, *logits)))
     return found
 
 

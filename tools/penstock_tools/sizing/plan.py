@@ -58,6 +58,7 @@ def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded:
         longest_tokens=engine.max_model_len, max_staleness=config.replay.max_staleness,
         max_num_seqs=engine.max_num_seqs, gpu_memory_utilization=engine.gpu_memory_utilization,
         passes={role: learner.training_of(role).epochs_per_step for role in TRAINED},
+        parts={role: learner.training_of(role).minibatches_per_step for role in TRAINED},
         recomputes_log_probs=learner.recomputes_log_probs,
         setup=replace(Setup.of(config), is_padded=is_padded),
     )  # fmt: skip
@@ -77,7 +78,7 @@ def chosen_fields(found: Deployment) -> dict[str, Any]:
         },
         "learner": {
             "placement": found.learner.placement, **shares, "micro_batch_tokens": setup.micro_batch_tokens,
-            "sequence_parallel": setup.sequence_parallel, "cpu_offload": setup.cpu_offload,
+            "sequence_parallel": setup.sequence_parallel, "offload": setup.offload,
         },
         "weights": {"staging": setup.staging},
     }  # fmt: skip
@@ -178,7 +179,8 @@ def _row(change: str, found: Deployment, result: SearchResult) -> tuple[str, ...
     parts = [f"{' + '.join(roles)} {count}" for roles, count in learner.groups]
     if learner.setup.sequence_parallel > 1:
         parts.append(f"sequence_parallel {learner.setup.sequence_parallel}")
-    parts += ["cpu_offload"] * learner.setup.cpu_offload
+    if learner.setup.offload != "none":
+        parts.append(f"offload {learner.setup.offload}")
     servers = f"{found.num_servers} x {found.server.tensor_parallel} GPU"
     if learner.utilization:
         servers = f"on the same GPU, {learner.utilization:.0%} of it"
@@ -222,7 +224,9 @@ def _memory(config: RunConfig, name: str, role: RoleConfig) -> list[MemoryUse]:
     if own is not None and own.is_own_class:
         return []
     kind = cast(Role, name if own is None else own.worker)
-    return role_memory(kind, find_shape(_model_of(config, role)), role.num_ranks, Setup.of(config))
+    on_host = frozenset({kind} if getattr(role, "offload", False) else ())
+    setup = replace(Setup.of(config), on_host=on_host)
+    return role_memory(kind, find_shape(_model_of(config, role)), role.num_ranks, setup)
 
 
 def checkpoint_bytes(config: RunConfig) -> float:

@@ -42,6 +42,8 @@ class Workload:
     setup: Setup = Setup()
     passes: Mapping[str, int] = field(default_factory=dict)
     """Passes of a trained role's updates over a batch, if it is not 1."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Updates of a trained role in each pass, if it is not 1."""
     recomputes_log_probs: bool = False
     """Whether the policy has a forward pass before its updates. A step with a single update has none, unless the reward
     has a KL penalty."""
@@ -147,10 +149,10 @@ def train_s(task: PlanTask, groups: Sequence[tuple[tuple[Role, ...], int]], setu
     that share GPUs, which take turns, and the number of these GPUs, beginning with the policy's."""
     work = [(*task.work(roles, setup), count) for roles, count in groups]
     operations = max(forward / count for forward, _, count in work) + max(update / count for _, update, count in work)
-    trained = [(role, count) for roles, count in groups for role in roles if role in TRAINED]
+    ranks = [(role, count) for roles, count in groups for role in roles]
     return (
         operations * task.workload.tokens_per_step / (task.gpu.flops * hardware.TRAIN_EFFICIENCY)
-        + max(offload_s(role, task.shapes[role], count, task.workload, setup) for role, count in trained)
+        + max(offload_s(role, task.shapes[role], count, task.workload, setup) for role, count in ranks)
         + exchange_s(task, groups[0][1], setup)
     )
 
@@ -165,18 +167,24 @@ def exchange_s(task: PlanTask, num_ranks: int, setup: Setup) -> float:
 
 
 def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, setup: Setup) -> float:
-    """Seconds that `cpu_offload` adds to a trained role: a rank's weights are copied to the GPU for each pass of a
-    micro-batch and its gradients back, and the host updates the weights."""
-    if not setup.cpu_offload:
+    """Seconds that offload adds to a role: a rank's weights are copied to the GPU for each pass of a micro-batch. With
+    `all` a trained role's gradients are copied back, and the host updates the weights. With `optimizer` Adam's moments
+    are copied to the GPU and back for each update."""
+    part, size, passes = 1 / num_ranks, setup.master_bytes, workload.num_passes(role)
+    trained = trained_parameters(model, setup.lora_rank_of(role)) * part
+    num_updates = passes * workload.parts.get(role, 1)
+    num_micro_batches = max(1, math.ceil(workload.tokens_per_step / num_ranks / setup.tokens_of("policy")))
+    if role not in TRAINED:
+        copied = num_micro_batches * setup.pushed_bytes * model.num_parameters * part if role in setup.on_host else 0.0
+        return copied / hardware.HOST_LINK_RATE
+    if setup.offload == "optimizer":
+        return num_updates * 2 * 2 * size * trained / hardware.HOST_LINK_RATE
+    if setup.offload == "none":
         return 0.0
-    tokens = workload.tokens_per_step / num_ranks
-    num_micro_batches = max(1, math.ceil(tokens / setup.tokens_of("policy")))
-    trained = trained_parameters(model, setup.lora_rank_of(role))
-    part, size, epochs = 1 / num_ranks, setup.master_bytes, workload.num_passes(role)
-    down = (workload.num_forwards(role) + 3 * epochs) * size * model.num_parameters * part
-    copied = num_micro_batches * (down + epochs * size * trained * part)
+    down = (workload.num_forwards(role) + 3 * passes) * size * model.num_parameters * part
+    copied = num_micro_batches * (down + passes * size * trained)
     # AdamW reads weight, gradient and both moments, and writes all but the gradient.
-    return copied / hardware.HOST_LINK_RATE + epochs * 7 * size * trained * part / hardware.HOST_MEMORY_RATE
+    return copied / hardware.HOST_LINK_RATE + num_updates * 7 * size * trained / hardware.HOST_MEMORY_RATE
 
 
 def push_s(task: PlanTask, policy_ranks: int, server_gpus: int, setup: Setup) -> tuple[float, float, float]:

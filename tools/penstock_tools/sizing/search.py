@@ -22,7 +22,7 @@ from typing import Any
 
 from penstock.errors import InvalidInput
 from penstock_tools.sizing.hardware import GPUS_PER_NODE
-from penstock_tools.sizing.memory import STAGINGS, Role, Setup, server_memory
+from penstock_tools.sizing.memory import OFFLOADS, STAGINGS, Role, Setup, server_memory
 from penstock_tools.sizing.rates import Pace, Placement, PlanTask, group_s, pace, push_s, train_s
 
 PARALLEL = (1, 2, 4, 8)
@@ -123,7 +123,7 @@ class Deployment:
         """Smaller is better: time first, then what is simpler or costs less."""
         setup = self.learner.setup
         return (
-            self.pace.step_s, self.num_gpus, self.max_staleness, setup.cpu_offload, setup.sequence_parallel,
+            self.pace.step_s, self.num_gpus, self.max_staleness, OFFLOADS.index(setup.offload), setup.sequence_parallel,
             self.server.tensor_parallel, -setup.micro_batch_tokens,
         )  # fmt: skip
 
@@ -146,7 +146,7 @@ def learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
     """The learners that fit on less than `num_gpus` GPUs, or on one GPU, which they may share with a server. Versions
     are staged on the GPU, and micro-batches are as large as wanted, if there is room."""
     choices = rank_choices(num_gpus)
-    offloads = (True,) if task.workload.setup.cpu_offload else (False, True)
+    offloads = OFFLOADS[OFFLOADS.index(task.workload.setup.offload) :]
     for placement in task.placements:
         groups = task.groups(placement)
         options: list[tuple[list[tuple[Role, ...]], Sequence[int], Sequence[float]]] = [(groups, choices, (0.0,))]
@@ -155,7 +155,7 @@ def learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
         for sharing, counts, shares in options:
             for num_ranks, share, parallel, offload in product(counts, shares, PARALLEL, offloads):
                 if num_ranks % parallel == 0 and task.policy.num_heads % parallel == 0:
-                    setup = replace(task.workload.setup, sequence_parallel=parallel, cpu_offload=offload)
+                    setup = replace(task.workload.setup, sequence_parallel=parallel, offload=offload)
                     for fitting, others in _fitting(task, sharing, num_ranks, share, setup, choices):
                         if num_ranks + sum(others) < num_gpus + (share > 0):
                             split = tuple(zip(sharing, (num_ranks, *others), strict=True))
@@ -232,7 +232,7 @@ DECISIONS: dict[str, Callable[[Deployment], Any]] = {
     "placement": lambda found: found.learner.placement,
     "tensor_parallel_size": lambda found: found.server.tensor_parallel,
     "sequence_parallel": lambda found: found.learner.setup.sequence_parallel,
-    "cpu_offload": lambda found: found.learner.setup.cpu_offload,
+    "offload": lambda found: found.learner.setup.offload,
     "max_staleness": lambda found: found.max_staleness,
     "policy.num_ranks": lambda found: found.learner.policy_ranks,
 }
@@ -331,7 +331,7 @@ def cheapest(task: PlanTask) -> Deployment:
             each
             for each in learners(task, num_gpus)
             if each.setup.sequence_parallel == 1
-            and each.setup.cpu_offload == task.workload.setup.cpu_offload
+            and each.setup.offload == task.workload.setup.offload
             and not each.utilization
         )
         return _deployments(task, num_gpus, fitting, cost)

@@ -114,6 +114,7 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "float": float,
     "bool": bool,
     "count": _count,
+    "offload": lambda value: "all" if value else "none",
     "share": lambda value: 1.0 if value else 0.0,
     "top_k": lambda value: max(0, int(value)),
     "megabytes": lambda value: int(value) * 2**20,

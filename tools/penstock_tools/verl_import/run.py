@@ -266,6 +266,8 @@ def _set_reward_model(values: Values) -> None:
     values.set("learner.reward_model.path", path)
     values.set("learner.reward_model.tokenizer", "policy" if reads_tokens else "own")
     values.set("learner.reward_model.combine", "replace")
+    if values.get("reward_model.model.fsdp_config.param_offload"):
+        values.set("learner.reward_model.offload", True)
     values.set("rollout.reward.by_data_source", {"*": {"kind": "reward_model"}})
     filtered = "algorithm.filter_groups.enable"
     if values.get(filtered):

@@ -30,13 +30,15 @@ POISONED = 5
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one rank": (1, {"activation_checkpointing": 0}),
     "recomputed": (1, {"activation_checkpointing": 0.5}),
-    "offloaded": (1, {"cpu_offload": True}),
+    "offloaded": (1, {"offload": "all"}),
+    "moments on the host": (2, {"offload": "optimizer"}),
     "one micro-batch": (1, {"micro_batch_tokens": 10_000, "logprob_chunk_tokens": 10_000}),
     "bfloat16": (1, {"compute_dtype": "bfloat16"}),
     "bfloat16 masters": (1, {"compute_dtype": "bfloat16", "master_dtype": "bfloat16"}),
     "two ranks": (2, {}),
     "staged": (2, {}),
     "loaded": (2, {}),
+    "offloads": (2, {}),
     "poisoned": (2, {"micro_batch_tokens": 16}),
     "sequence-parallel": (2, {"sequence_parallel": 2}),
     "sequence-parallel bfloat16": (2, {"sequence_parallel": 2, "compute_dtype": "bfloat16"}),
@@ -51,7 +53,8 @@ COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
     "compiled, shared": (1, {"compile": True, "activation_checkpointing": 0.5, "micro_batch_tokens": 100}),
     "compiled, keeping less": (1, {"compile": True, "activation_checkpointing": 0.5, "activation_memory": 0.5}),
 }
-EXACT = ["recomputed", "offloaded", "one micro-batch", "two ranks", "sequence-parallel"]
+OFFLOADS = ("none", "optimizer", "all")
+EXACT = ["recomputed", "offloaded", "moments on the host", "one micro-batch", "two ranks", "sequence-parallel"]
 SHARED = ["shared", "shared, recomputed", "shared, two ranks", "shared, sequence-parallel"]
 ROUNDED = ["bfloat16", "bfloat16 masters", "sequence-parallel bfloat16"]
 
@@ -82,7 +85,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def steps(folder: Path) -> dict[str, Step]:
-    return {name: read_step(folder, name) for name in CASES if name not in ("staged", "loaded")}
+    return {name: read_step(folder, name) for name in CASES if name not in ("staged", "loaded", "offloads")}
 
 
 def write_cases(folder: Path, cases: dict[str, tuple[int, dict[str, Any]]]) -> None:
@@ -153,6 +156,13 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_staged(folder: Path) -> N
     said = json.loads((folder / "staged.json").read_text())
     assert said["moved"], "the weights changed while it was written"
     assert said["same"], "the checkpoint has the weights from before"
+
+
+def test_a_checkpoint_loads_whatever_is_offloaded(folder: Path) -> None:
+    """Each of the three writes one on two ranks, which each of the three continues with the same steps."""
+    assert json.loads((folder / "offloads.json").read_text()) == {
+        f"{written}, {read}": True for written in OFFLOADS for read in OFFLOADS
+    }
 
 
 @pytest.mark.parametrize("rank", [0, 1])

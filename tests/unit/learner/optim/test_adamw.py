@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from penstock.config.learner import LearnerConfig
-from penstock_learner.optim.optimizer import ScaledAdamW, apply_gradients, local_shard, make_optimizer
+from penstock_learner.optim import optimizer as optimizers
+from penstock_learner.optim.optimizer import HostAdamW, ScaledAdamW, apply_gradients, local_shard, make_optimizer
+from penstock_tools.sizing import memory
 
 OPTIONS: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -91,6 +93,56 @@ def test_each_loads_the_checkpoints_of_the_other(large: float) -> None:
         each.step()
     for mine_after, its_after in zip(weights(ours), weights(theirs), strict=True):
         torch.testing.assert_close(mine_after, its_after, rtol=1e-6, atol=1e-6)
+
+
+def test_moments_on_the_host_give_the_same_steps_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Buckets of 16 weights: one layer is cut into three, and two small ones share a bucket."""
+    moved: list[list[int]] = []
+    step_together = optimizers._step_together
+
+    def recorded(weights: Any, *arguments: Any) -> None:
+        moved[-1].append(sum(weight.value.numel() for weight in weights))
+        step_together(weights, *arguments)
+
+    assert memory.BUCKET == optimizers.BUCKET, "which the plan counts"
+    ours, theirs = make_model(), make_model()
+    on_host, other = HostAdamW([*ours.parameters()], **OPTIONS), scaled_adamw(theirs, math.inf)
+    monkeypatch.setattr(optimizers, "BUCKET", 16)
+    for step, scale in enumerate([1.0, 0.25, torch.nan, 0.5]):
+        set_gradients(ours, step)
+        set_gradients(theirs, step)
+        moved.append([])
+        with monkeypatch.context() as patched:
+            patched.setattr(optimizers, "_step_together", recorded)
+            on_host.step_scaled(torch.tensor(scale))
+        other.step_scaled(torch.tensor(scale))
+        assert moved[-1] == [16, 16, 8, 15], "35 weights, 5 and 15"
+        for mine, its in zip(weights(ours), weights(theirs), strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
+
+
+def test_moments_on_the_host_load_those_of_the_device_and_stay_where_they_are() -> None:
+    ours, theirs = make_model(), make_model()
+    on_host, other = HostAdamW([*ours.parameters()], **OPTIONS), scaled_adamw(theirs, math.inf)
+    for model, each in ((ours, on_host), (theirs, other)):
+        set_gradients(model, 1)
+        each.step()
+    kept = {parameter: state["exp_avg"] for parameter, state in on_host.state.items()}
+    set_gradients(theirs, 2)
+    other.step()
+    other.param_groups[0]["lr"] = 0.5
+    on_host.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert on_host.param_groups[0]["lr"] == 0.5
+    mine, its = on_host.state_dict()["state"], other.state_dict()["state"]
+    assert mine.keys() == its.keys() and len(mine) == 3
+    for index, entries in mine.items():
+        assert all(torch.equal(entries[name], its[index][name]) for name in entries)
+    assert all(on_host.state[parameter]["exp_avg"] is moment for parameter, moment in kept.items())
+    fresh = HostAdamW([*make_model().parameters()], **OPTIONS)
+    fresh.load_state_dict(on_host.state_dict())
+    assert all(
+        torch.equal(fresh.state_dict()["state"][index]["exp_avg_sq"], mine[index]["exp_avg_sq"]) for index in mine
+    )
 
 
 @pytest.fixture

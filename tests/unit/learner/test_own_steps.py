@@ -44,7 +44,10 @@ def write(folder: Path, body: str) -> str:
 @pytest.mark.parametrize("name", ["distillation", "two_critics", "judge"])
 def test_the_examples_are_placed_and_pass_the_check(name: str, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    learner = load_config(EXAMPLES / f"{name}.yaml", ["--learner.placement", placement]).learner
+    options = ["--learner.placement", placement]
+    if name == "distillation" and placement == "split-collocate":
+        options += ["--learner.roles.teacher.pool", "policy"]
+    learner = load_config(EXAMPLES / f"{name}.yaml", options).learner
     check_step(learner)
     (own,) = learner.roles
     (group,) = [group for group in active_resource_groups(placement, learner.needed_roles) if own in group]

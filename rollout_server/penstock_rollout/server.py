@@ -48,6 +48,7 @@ from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
 from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.saved_samples import TokenSaver
+from penstock_rollout.agents.tool_calls import tokenization_of
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.factory import check_serves_model, create_engine, resolve_engine_name, start_engine
 from penstock_rollout.fleet.membership import FleetMembership, WeightMember, make_listener
@@ -57,7 +58,7 @@ from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.serving.tool_calling import ToolCalling
 from penstock_rollout.start_check import check_address
-from penstock_rollout.tokenization import PromptLength, Tokenization
+from penstock_rollout.tokenization import PromptLength
 
 logger = logging.getLogger(__name__)
 HEALTH_S = 2.0
@@ -206,7 +207,7 @@ def assemble(config: RunConfig, server_id: str) -> RolloutServer:
     tracing = open_tracing(config.tracing, "rollout", run)
     scorer = Scorer(rollout.reward, metrics, notices.post)
     prompt_length = PromptLength(rollout.prompt, max_model_len, metrics)
-    tokenization = Tokenization.of(config, prompt_length.fit)
+    tokenization = tokenization_of(config, prompt_length.fit)
     agents = Agents.load(rollout.agents, max_model_len, tokenization)
     weight_member = WeightMember(run, engine, metrics, fleet.term)
     membership = FleetMembership(

@@ -22,6 +22,7 @@ from penstock.start_checks import (
 )
 from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.loops import Agents
+from penstock_rollout.agents.tool_calls import tokenization_of
 from penstock_rollout.engines.factory import (
     check_devices,
     check_profiles,
@@ -31,7 +32,6 @@ from penstock_rollout.engines.factory import (
 )
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.tokenization import Tokenization
 
 
 def check(config: RunConfig) -> str:
@@ -52,7 +52,7 @@ def check(config: RunConfig) -> str:
         if server.command and shutil.which(server.command[0]) is None:
             raise ConfigError(f"rollout.agents.mcp_servers.{name}.command: there is no program {server.command[0]}")
     if agents != AgentsConfig():
-        Agents.load(agents, config.rollout.engine.max_model_len, Tokenization.of(config))
+        Agents.load(agents, config.rollout.engine.max_model_len, tokenization_of(config))
     check_lengths(config)
     check_run_folder(config)
     ClusterKey.of(config).check()

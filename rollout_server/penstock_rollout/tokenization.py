@@ -21,11 +21,9 @@ from typing import Any
 
 from penstock.api.conversion import parse_json
 from penstock.config.rollout import PromptConfig
-from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput, PromptTooLong, one_line
 from penstock.trajectory import Prompt
 from penstock.weights.folder_tensors import stop_token_ids
-from penstock_rollout.agents.tool_calls import ExplainTools, find_explanation
 from penstock_rollout.metrics import RolloutMetrics
 
 Message = Mapping[str, Any]
@@ -93,7 +91,7 @@ class Tokenization:
 
     def __init__(
         self, model_path: Path, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple,
-        template_arguments: TemplateArguments | None = None, explain: ExplainTools | None = None,
+        template_arguments: TemplateArguments | None = None, explain: Callable[[ToolSchemas], str] | None = None,
     ) -> None:  # fmt: skip
         from transformers import AutoTokenizer
 
@@ -109,14 +107,6 @@ class Tokenization:
         """Ids that end a turn. Engines keep the sampled stop token as the last token of a turn."""
         self._closing: dict[str, bool] = {}
         """By the role of the next message, whether the template ends an assistant turn with a stop token before it."""
-
-    @classmethod
-    def of(cls, config: RunConfig, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple) -> Tokenization:
-        """The tokenization of a run's rollout servers."""
-        rollout, agents = config.rollout, config.rollout.agents
-        is_explained = agents.show_tools == "prompt"
-        explain = find_explanation(agents.tool_format, rollout.tool_parser) if is_explained else None
-        return cls(config.model.path, fit, rollout.prompt.template_arguments, explain)
 
     def without_limit(self) -> Tokenization:
         """The same for generate calls. `rollout.prompt` is for the prompts of the queue. A call that is too long for

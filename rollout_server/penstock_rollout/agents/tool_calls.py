@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
 from penstock.user_code import hint_for_name, load_callable
+from penstock_rollout.tokenization import Tokenization, ToolSchemas
 
 
 @dataclass(frozen=True)
@@ -93,12 +95,10 @@ _EXPLAINED = {
     '{"tool_calls": [{"type": "function", "function": {"name": "NAME", "arguments": {"PARAMETER": "VALUE"}}}]}',
 }
 
-ExplainTools = Callable[[Sequence[Mapping[str, Any]]], str]
-"""Returns the text that shows tools to the model and says how to call them."""
 
-
-def find_explanation(tool_format: str, tool_parser: str) -> ExplainTools:
-    """The text for `rollout.agents.show_tools: prompt`. Raises ConfigError if there is none for both formats."""
+def find_explanation(tool_format: str, tool_parser: str) -> Callable[[ToolSchemas], str]:
+    """What shows tools to the model and says how to call them, for `rollout.agents.show_tools: prompt`. Raises
+    ConfigError if there is none for both formats."""
     if tool_format not in _EXPLAINED or tool_parser not in ("", tool_format):
         raise ConfigError(
             f"rollout.agents.show_tools: prompt cannot explain calls in the format {tool_parser or tool_format}; set "
@@ -106,13 +106,21 @@ def find_explanation(tool_format: str, tool_parser: str) -> ExplainTools:
             "tools in your prompts"
         )
 
-    def explain(schemas: Sequence[Mapping[str, Any]]) -> str:
+    def explain(schemas: ToolSchemas) -> str:
         listed = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
         return (
             f"You can call these functions:\n<tools>\n{listed}\n</tools>\nTo call functions, {_EXPLAINED[tool_format]}"
         )
 
     return explain
+
+
+def tokenization_of(config: RunConfig, fit: Callable[[tuple[int, ...]], tuple[int, ...]] = tuple) -> Tokenization:
+    """The tokenization of a run's rollout servers."""
+    rollout, agents = config.rollout, config.rollout.agents
+    is_explained = agents.show_tools == "prompt"
+    explain = find_explanation(agents.tool_format, rollout.tool_parser) if is_explained else None
+    return Tokenization(config.model.path, fit, rollout.prompt.template_arguments, explain)
 
 
 def find_parser(name: str, where: str = "rollout.agents.tool_format") -> ToolCallParser:

@@ -27,9 +27,10 @@ from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_fo
 from penstock.store.notices import Event
 from penstock.trajectory import Prompt, Sampling
 from penstock.weights.transports import ClusterKey
+from penstock_rollout.agents.tool_calls import tokenization_of
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.scorer import RewardChoice, Scorer
-from penstock_rollout.tokenization import PromptLength, Tokenization
+from penstock_rollout.tokenization import PromptLength
 from penstock_services.gateway.access import check_gateway
 from penstock_tools.local.join import opened, starts_ray_head
 from penstock_tools.local.private_redis import write_private
@@ -202,7 +203,7 @@ def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterato
 
     logging.set_verbosity_error()  # it would warn of the same prompts, without what to do
     rollout = config.rollout
-    tokenization = Tokenization.of(config)
+    tokenization = tokenization_of(config)
     limit = PromptLength(rollout.prompt, rollout.engine.max_model_len, RolloutMetrics(CollectorRegistry())).max_tokens
     treatment = "would be dead-lettered" if rollout.prompt.overlong == "filter" else "would be truncated"
     for path, prompts in files.items():

@@ -30,12 +30,13 @@ from penstock.sample_scores import PromptSamples, ScoreSummary, by_source, parts
 from penstock.sampling import Sampling
 from penstock.trajectory import Prompt
 from penstock_rollout.agents.loops import Agents
+from penstock_rollout.agents.tool_calls import tokenization_of
 from penstock_rollout.engines.factory import create_engine, start_engine
 from penstock_rollout.groups.producer import GroupMaker
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
-from penstock_rollout.tokenization import PromptLength, Tokenization
+from penstock_rollout.tokenization import PromptLength
 from penstock_tools.offline.answer_store import AnswerRow, AnswerStore, reading_parquet, written_whole
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ async def _answer_all(
     metrics = RolloutMetrics(CollectorRegistry())
     scorer = Scorer(config.rollout.reward if scored else UNSCORED, metrics)
     length = PromptLength(config.rollout.prompt, config.rollout.engine.max_model_len, metrics)
-    tokenization = Tokenization.of(config, length.fit)
+    tokenization = tokenization_of(config, length.fit)
     agents = Agents.load(config.rollout.agents, config.rollout.engine.max_model_len, tokenization)
     seed = config.seed + store.shard.index  # samples without a seed differ between shards, also of one prompt
     profiles = config.folder / "profiles" / f"generate-{store.shard.index}"

@@ -49,7 +49,7 @@ class Backup:
         self.redis.kill()
         self.restored_redis.start()
         restored = CountedRun(self.folder / "restored", self.restored_redis)
-        # A last step of its own is covered by a checkpoint once no group has come for a quarter of this time.
+        # The learner writes its last checkpoint once no group has come for a quarter of this time.
         restored.settings = replace(restored.settings, batch_timeout_s=20)
         return restored
 
@@ -93,14 +93,16 @@ def test_a_copy_of_checkpoints_first_and_redis_last_continues(backup: Backup) ->
 
 
 def test_a_commit_between_the_copies_is_refused_until_the_run_is_rewound(backup: Backup) -> None:
-    backup.run.do(backup.run.prepare())
+    backup.run.do(backup.run.feed(0, NUM_BEFORE))
     backup.run.do(backup.train(NUM_BEFORE))
     backup.copy("run/checkpoints")
+    backup.run.do(backup.run.feed(NUM_BEFORE, NUM_BEFORE + 4))
     backup.run.do(backup.train(NUM_BEFORE + 4))
     backup.copy("redis")
     restored = backup.restore()
     code, output = restored.go()
     assert code == 1 and "set learner.checkpoint.resume to" in output and "to rewind and train them again" in output
+    restored.do(restored.feed(NUM_BEFORE + 4, NUM_PROMPTS))
     code, output = restored.go(rewind_to=str(restored.store.newest_first()[0]))
     assert code == 0 and "rewound to" in output, output
     restored.check_all_trained_once()

@@ -8,6 +8,7 @@ import re
 import runpy
 import shutil
 import subprocess
+from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -227,7 +228,7 @@ def test_a_busy_gpu_computes(board: str, seconds: dict[str, int], share: float, 
     series = {f'{name}{{run="a",instance="i"}}': f"0+{number}x60" for name, number in seconds.items()}
     series['penstock_rollout_info{run="a",instance="i",server="s"}'] = "1x60"
     labels = '{run="a"}' if board == "learner" else '{run="a",instance="i",server="s"}'
-    _check_promql(tmp_path, f"round({_filled(panel)}, 0.001)", series, {labels: share})
+    _check_promql(tmp_path, f"round({_filled(panel)}, 0.001)", series, {labels: float(share)})
 
 
 def _filled(panel: dict[str, Any]) -> str:
@@ -235,7 +236,7 @@ def _filled(panel: dict[str, Any]) -> str:
     return expr.replace("$run", ".*").replace("$window", "5m")
 
 
-def _check_promql(folder: Path, expr: str, series: dict[str, str], expected: dict[str, float]) -> None:
+def _check_promql(folder: Path, expr: str, series: dict[str, str], expected: Mapping[str, float]) -> None:
     """Check what an expression gives after an hour."""
     samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
     case = {

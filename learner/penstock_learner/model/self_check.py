@@ -101,7 +101,7 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             raise ConfigError(
                 f"{key}: {device} is out of memory in the first forward pass ({first_line}); use more ranks or "
-                "larger devices, or set learner.offload"
+                "larger devices, or set learner.offload to all, and `offload` of a frozen role to true"
             ) from error
         raise ConfigError(
             f"{key}: a model of type {model.lm.config.model_type} cannot be run: {first_line}; use another model"

@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from penstock.errors import CheckpointDamaged, TrainingDiverged
+from penstock.errors import CheckpointDamaged, ConfigError, TrainingDiverged
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.checkpoints import READ_BYTES, FileRecord, PieceChecksums, find_damage
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.loading import prepare_for_training, read_weights
+from penstock_learner.model.loading import is_adapter, prepare_for_training, read_weights
 from penstock_learner.model.scalar_model import ScalarModel
 from penstock_learner.model.torch_settings import compute_dtype_of
 from penstock_learner.optim.optimizer import local_shard, make_optimizer
@@ -82,7 +82,12 @@ class TrainerRank(Rank):
     """A rank whose model is trained. Its `load` opens the model and calls `prepare`."""
 
     def prepare(self, model: CausalLM | ScalarModel, lr: float) -> None:
-        """Shard the model over the role's ranks, read this rank's weights, and give it its own optimizer."""
+        """Shard the model over the role's ranks, read this rank's weights, and give it its own optimizer. Raises
+        ConfigError if the role has the `offload` of roles that are not trained."""
+        if getattr(self.settings, "offload", False):
+            raise ConfigError(
+                f"learner.roles.{self.role}.offload is for workers that are not trained; set learner.offload"
+            )
         self.learner = learner = self.config.learner.training_of(self.role)
         """The settings that this role is trained with."""
         prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
@@ -144,12 +149,18 @@ class TrainerRank(Rank):
 
     def load_checkpoint(self, folder: Path) -> None:
         """Load shards written by any number of ranks. Collective. Raises CheckpointDamaged if one is not finite. Waits
-        for a checkpoint that is still being written: two at once would mix their collectives."""
+        for a checkpoint that is still being written: two at once would mix their collectives. What is frozen beneath an
+        adapter keeps the weights of the model folder, which servers have too."""
         if isinstance(saving := getattr(self, "saving", None), Future):
             saving.exception(self.config.learner.rank_timeout_s)
         state = self._state()
+        weights = dict(self.trained.named_parameters(remove_duplicate=False))
+        is_adapted = any(is_adapter(name) for name in weights)
+        frozen = {name for name, weight in weights.items() if is_adapted and not weight.requires_grad}
+        kept = {name: state["model"].pop(name) for name in frozen}
         with _one_line_errors(folder):
             load_shards(state, folder)
+        state["model"] |= kept
         if name := self._first_nonfinite(state):
             raise CheckpointDamaged(f"{folder} holds weights that are not finite: {name}")
         set_state_dict(

@@ -226,7 +226,8 @@ async def test_validations_and_reward_parts_have_curves(page: Any, queue: RedisR
         await queue.create_evaluation(f"validation-math-{step}", [b"q"])
         [lease] = [each for each in await queue.lease("rollout-9", 9) if each.payload == b"q"]
         await queue.record_evaluation(f"validation-math-{step}", lease, [reward], 0, 0)
-    policy = policies_pb2.Policy(policy_version=41, step=41, metrics={"reward_part/format": 0.75, "lr": 1e-6})
+    metrics = {"reward_mean": 0.5, "reward_part/format": 0.75, "lr": 1e-6}
+    policy = policies_pb2.Policy(policy_version=41, step=41, metrics=metrics)
     await queue.publish(41, 41, policy.SerializeToString())
     await page.get_by_role("img", name="validation of math: 2 points, from 0.25 to 0.5").wait_for()
     await page.get_by_role("img", name="reward part format: 1 points, from 0.75 to 0.75").wait_for()
@@ -369,7 +370,7 @@ async def store_markup(queue: RedisReplayQueue, gateway: Gateway) -> None:
     await queue.record_scores(40, {MARKUP: 1.0})
     policy = policies_pb2.Policy(
         policy_version=41, step=41, weights_digest=MARKUP, state=policies_pb2.Policy.PUBLISHED, snapshot_path=MARKUP,
-        metrics={MARKUP: 1.0},
+        metrics={MARKUP: 1.0, "reward_mean": 0.5},
     )  # fmt: skip
     await queue.publish(41, 41, policy.SerializeToString())
 

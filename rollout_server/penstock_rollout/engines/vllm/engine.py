@@ -60,8 +60,8 @@ STAGE_POLL_SHARE = 0.1
 """How often the stage of a worker is polled: after this share of the time since the first poll, within the bounds. A
 call must not block the worker, which decodes between calls, and several workers answer it at the end of a step only."""
 STOP_TIMEOUT_S = 10.0
-PROFILE_TIMEOUT_S = 120.0
-"""How long a worker may take to write a trace."""
+PROFILE_TIMEOUT_S = 30.0
+"""How long a push waits for a worker that writes a trace: less than `learner.push_timeout_s`."""
 FLIP_TIMEOUT_S = LOAD_TIMEOUT_S + 2 * CONTROL_TIMEOUT_S
 """Timeout of a flip inside EngineCore: the calls to verify and to load the stage, and the steps in between."""
 MAX_CHUNK_TOKENS = 16

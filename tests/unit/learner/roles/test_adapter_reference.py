@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.model.loading import is_adapter
+from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.frozen import ReferenceWorker
 from penstock_learner.roles.policy import PolicyWorker
 from penstock_learner.term import KLController, Term
@@ -68,6 +70,26 @@ async def test_nothing_but_the_adapter_is_trained(tiny_models: dict[str, Path]) 
         await step.run(groups_of("a", "b"), number, Term())
     moved = {name for name, weight in weights.items() if not torch.equal(weight, before[name])}
     assert moved == {name for name in weights if is_adapter(name)}
+
+
+async def test_a_checkpoint_moves_nothing_but_the_adapter(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """One that trained more than the adapter continues with the frozen weights of the folder, which servers have."""
+    first, second = (make_step(tiny_models, lora=LORA, lr=1e-2) for _ in range(2))
+    roles: Any = [step.roles["policy"] for step in (first, second)]
+    saving, loading = (role.rank for role in roles)
+    saving.model.requires_grad_(True)
+    saving.optimizer = make_optimizer(saving.model, saving.config.learner, 1e-2)
+    saving.policy_update = replace(saving.policy_update, optimizer=saving.optimizer)
+    await first.run(groups_of("a", "b"), 1, Term())
+    saving.stage(tmp_path / "policy")
+    saving.finish_saving()
+    before = {name: weight.detach().clone() for name, weight in loading.model.named_parameters()}
+    loading.load_checkpoint(tmp_path / "policy")
+    saved = dict(saving.model.named_parameters())
+    for name, weight in loading.model.named_parameters():
+        assert torch.equal(weight, (saved if is_adapter(name) else before)[name]), name
+    assert not torch.equal(saved["lm.model.norm.weight"], before["lm.model.norm.weight"])
+    await second.run(groups_of("a", "b"), 2, Term())
 
 
 async def test_a_step_is_the_same_with_and_without_a_reference_of_its_own(tiny_models: dict[str, Path]) -> None:

@@ -9,6 +9,7 @@ import importlib.metadata
 import ipaddress
 import logging
 import os
+import random
 import resource
 import shutil
 import socket
@@ -203,6 +204,12 @@ def free_port(host: str = "127.0.0.1") -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def free_port_for_later(host: str) -> int:
+    """Return a free port for a process that binds it only after minutes. Systems give no such port to others meanwhile:
+    theirs begin at 32768."""
+    return next(port for port in random.SystemRandom().sample(range(20_000, 32_000), 1_000) if port_is_free(host, port))
 
 
 def port_is_free(host: str, port: int) -> bool:

@@ -248,9 +248,12 @@ async def own_step(batch: SequenceBatch, roles: Roles, context: StepContext) -> 
     batch, computed = await gather_all(context.ahead(), forwards)
     batch = batch.with_token_fields(**computed)
     batch = with_advantages(batch, context.algorithm, context.kl_coefficient)
-    training = [update_policy(policy, context.minibatches(batch), context)]
+    parts = context.minibatches(batch)
+    training = [update_policy(policy, parts, context)]
     if critic is not None:
-        training.append(update_critic(critic, context.minibatches(batch, "critic"), context))
+        is_shared = context.config.training_of("critic") is context.config
+        own = parts if is_shared else context.minibatches(batch, "critic")
+        training.append(update_critic(critic, own, context))
     updates = (await gather_all(*training))[0]
     return with_own_log_probs(batch, updates, context), {}
 

@@ -156,9 +156,9 @@ class AnswerStore:
         self.rows: set[int] = set()
         """Rows that are finished: added, in a part that was counted, or in the output file."""
         self.totals = Totals()
-        """Of the parts that were counted, or of the output file."""
+        """What the parts that were counted hold, or the output file."""
         self.written = Totals()
-        """Of the rows that this process has written."""
+        """What this process has written."""
         self.finished = False
         """Whether the output file exists."""
         self._waiting: list[AnswerRow] = []

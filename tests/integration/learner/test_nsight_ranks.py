@@ -33,17 +33,19 @@ from penstock_learner.roles.profiling import runtime_environment
 from penstock_learner.roles.ray_cluster import ray_cluster
 
 class Rank:
-    def executables(self):
-        return [sys.executable, psutil.Process().parent().cmdline()[1]]
+    def started_by(self):
+        parent = psutil.Process().parent()
+        return sys.executable, parent.cmdline()[1], parent.pid
 
 policy = config.learner.policy.model_copy(update={"gpus_per_rank": 1})
 with ray_cluster(config, config.learner.needed_roles):
     options = runtime_environment(config, "policy", policy, 0)
     rank = ray.remote(Rank).options(num_cpus=0, **options).remote()
-    print(json.dumps(ray.get(rank.executables.remote(), timeout=100)))
+    *executables, pid = ray.get(rank.started_by.remote(), timeout=100)
+    print(json.dumps(executables))
+    nsys = psutil.Process(pid)
     ray.kill(rank)
-    nsys = [process for process in psutil.Process().children(recursive=True) if "bin/nsys" in str(process.cmdline())]
-    psutil.wait_procs(nsys, timeout=20)
+    psutil.wait_procs([nsys], timeout=20)
 """
 
 

@@ -43,8 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapter", action="store_true", help="write the LoRA adapter alone, for peft and engines")
     arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
+    from penstock.hub import with_local_model
 
-    config = load_config(arguments.config, overrides)
+    config = with_local_model(load_config(arguments.config, overrides))
     checkpoint = _newest(config) if arguments.checkpoint in LATEST else _intact(arguments.checkpoint)
     export(config, checkpoint, arguments.out, arguments.dtype or config.model.dtype, adapter=arguments.adapter)
     print(f"exported {checkpoint} to {arguments.out}")

@@ -65,6 +65,23 @@ def test_the_newest_is_exported_with_one_line(
     assert capfd.readouterr() == (f"exported {checkpoints[0]} to {tmp_path / 'out'}\n", "")
 
 
+def test_the_model_of_the_config_may_be_an_id_of_the_hub(
+    tmp_path: Path, checkpoints: list[Path], tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(kind: str, name: str, *_: object) -> Path:
+        asked.append((kind, name))
+        return tiny_models["policy"]
+
+    monkeypatch.setattr("penstock.hub._download", download)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"model": {"path": "own/tiny"}}))
+    assert export(tmp_path) == (0, {2.0})
+    assert asked == [("model", "own/tiny")]
+    assert {path.name for path in (tmp_path / "out").iterdir()} >= {"config.json", "tokenizer_config.json"}
+
+
 def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_is_exported_by_name(
     tmp_path: Path, checkpoints: list[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError, InvalidInput
 from penstock.feed.datasets import RowFormat, matching_files, read_prompts
+from penstock.hub import is_hub_id
 from penstock.machine import idle_gpus
 from penstock.trajectory import Sampling
 
@@ -183,6 +184,13 @@ RUN_CHECKS: dict[str, Callable[[RunConfig], None]] = {
     "lengths": check_lengths,
 }
 """What a run needs of its config and files, by name, in the order in which it is checked."""
+
+
+def checks_of_hub_files(config: RunConfig) -> set[str]:
+    """The names of RUN_CHECKS that look at files which the config names by their Hub ids, and a start fetches first."""
+    files = [*listed_files(config.dataset.file), *listed_files(config.dataset.validation.file)]
+    found = {"model"} if is_hub_id(config.model.path) else set()
+    return found | ({"dataset", "rows"} if any(is_hub_id(entry.file) for entry in files) else set())
 
 
 def check_run_folder(config: RunConfig, *, make: bool = False) -> None:

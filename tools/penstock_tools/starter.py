@@ -353,15 +353,11 @@ def _answer(name: str, question: str, default: str) -> Any:
 
 def _check(text: str, file: Path) -> None:
     """Make the checks of a start that need no other process and no lookup on the Hub, before the file is written."""
-    from penstock.config.dataset import listed_files
     from penstock.config.loading import parse_config
-    from penstock.hub import is_hub_id
-    from penstock.start_checks import RUN_CHECKS
+    from penstock.start_checks import RUN_CHECKS, checks_of_hub_files
 
     config = parse_config(text, str(file))
-    files = [*listed_files(config.dataset.file), *listed_files(config.dataset.validation.file)]
-    skipped = {"template", "rows"} | ({"model"} if is_hub_id(config.model.path) else set())
-    skipped |= {"dataset"} if any(is_hub_id(entry.file) for entry in files) else set()
+    skipped = {"template", "rows"} | checks_of_hub_files(config)
     for name, check in RUN_CHECKS.items():
         if name not in skipped:
             check(config)

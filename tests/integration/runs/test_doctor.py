@@ -75,6 +75,9 @@ async def test_a_stopped_run_is_not_a_fault_and_its_next_start_is_checked(config
     [(level, text)] = of(findings, "model")
     assert level == "FAIL" and "the next start would fail: model.path" in text
     assert of(findings, "rewards") == [("OK", "the next start finds it as it should be")]
+    named = await examine(config.changed({"model.path": Path("own/tiny"), "dataset.file": Path("open/sums")}))
+    for check in ("model", "dataset", "rows"):
+        assert of(named, check) == [("OK", "the next start takes it from the Hub, or its cache here")]
 
     (config.folder / "lock").write_text(str(os.getpid()))  # it is up, so all of this is a fault
     findings = await examine(config)

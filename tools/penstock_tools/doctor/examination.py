@@ -26,7 +26,7 @@ from penstock.diagnosis.facts import RunStores
 from penstock.diagnosis.health import run_findings
 from penstock.errors import PenstockError
 from penstock.machine import folder_bytes, gpu_names, idle_gpus, measure_disk, nvidia_smi, port_is_free
-from penstock.start_checks import RUN_CHECKS
+from penstock.start_checks import RUN_CHECKS, checks_of_hub_files
 from penstock.store.redis_client import RedisClient, connect
 
 CONNECT_TIMEOUT_S = 2.0
@@ -83,7 +83,11 @@ def check_stopped(config: RunConfig) -> list[Finding]:
     newest = newest_checkpoint(config)
     where = f"at its newest checkpoint, {newest.name}" if newest else "from the start: it has no checkpoint yet"
     findings = [finding("run", "OK", f"{config.run} is stopped; `penstock up` with its config continues it {where}")]
+    fetched = checks_of_hub_files(config)
     for name, check in RUN_CHECKS.items():
+        if name in fetched:
+            findings.append(finding(name, "OK", "the next start takes it from the Hub, or its cache here"))
+            continue
         try:
             check(config)
         except PenstockError as error:

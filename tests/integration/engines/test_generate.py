@@ -169,6 +169,17 @@ def test_prompts_are_cut_where_the_config_says_so(dataset: Path, tmp_path: Path)
     assert [(len(row["responses"]), row["error"]) for row in answers(output)] == [(3, None)] * (TOO_LONG + 1)
 
 
+def test_columns_have_the_names_that_the_config_gives_them(tmp_path: Path) -> None:
+    file, output = tmp_path / "questions.jsonl", tmp_path / "a.parquet"
+    file.write_text('{"question": "1+1=", "answer": "2"}\n')
+    columns = ("--dataset.columns", "{prompt: question, ground_truth: answer}", "--dataset.data_source", "my/sums")
+    words = command(file, output, *columns)
+    assert cli.main(words[words.index("generate") :]) == 0
+    [row] = answers(output)
+    assert (row["prompt"], row["data_source"]) == ([{"role": "user", "content": "1+1="}], "my/sums")
+    assert row["reward_model"] == {"ground_truth": "2"} and len(row["responses"]) == 3
+
+
 def test_errors_are_one_line(dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "a.parquet"
     for words, why in (

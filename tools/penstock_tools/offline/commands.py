@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def generate(argv: Sequence[str]) -> int:
     args, overrides = parse_with_overrides(_generate_parser(), argv)
     config = _config(args, overrides)
-    prompts = _read(args)
+    prompts = _read(args, config)
 
     from penstock.logs import setup_logging
     from penstock_tools.offline.answer_store import AnswerStore
@@ -89,10 +89,12 @@ def _generate_parser() -> Parser:
     )
     parser.add_argument("file", type=Path, help="prompts: verl Parquet, or JSONL with the same fields")
     parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="Parquet file to write")
-    parser.add_argument("--config", type=Path, help="YAML file of a run, for its model, engine, agents and rewards")
+    parser.add_argument(
+        "--config", type=Path, help="YAML file of a run, for its model, engine, agents, rewards and dataset.columns"
+    )
     parser.add_argument(
         "--model", type=Path, metavar="FOLDER",
-        help="Hugging Face folder, such as an exported checkpoint; replaces the config's",
+        help="Hugging Face folder, such as an exported checkpoint, or Hub id; replaces the config's",
     )  # fmt: skip
     parser.add_argument("--engine", metavar="NAME", help="engine to use (default: vllm where it is installed)")
     parser.add_argument("--n", type=int, default=1, help="samples per prompt (default: %(default)s)")
@@ -128,17 +130,19 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
     return config
 
 
-def _read(args: argparse.Namespace) -> list[Prompt]:
+def _read(args: argparse.Namespace, config: RunConfig) -> list[Prompt]:
     from itertools import islice
 
-    from penstock.feed.datasets import read_prompts
+    from penstock.feed.datasets import RowFormat, read_prompts
 
     for name in ("n", "concurrency", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InvalidInput(f"--{name}", "must be at least 1")
     sampling = sampling_from_flags(args)
-    prompts = list(islice(read_prompts(args.file, num_samples=args.n, sampling=sampling), args.limit))
+    row_format = RowFormat(config.dataset.columns, config.dataset.data_source)
+    rows = read_prompts(args.file, num_samples=args.n, sampling=sampling, row_format=row_format)
+    prompts = list(islice(rows, args.limit))
     if not prompts:
         raise InvalidInput(str(args.file), "contains no prompts; check the file")
     if args.seed is None:

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from penstock.config.dataset import Files, listed_files
+from penstock.config.dataset import DatasetConfig, Files, listed_files
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, one_line
 
@@ -34,9 +34,12 @@ def with_local_models(config: RunConfig) -> RunConfig:
 
 def with_local_datasets(config: RunConfig) -> RunConfig:
     """The config with a file or pattern, downloaded if needed, in place of each Hub id of a dataset."""
-    train, held_out = config.dataset.file, config.dataset.validation.file
-    source = config.dataset.data_source or _hub_source(train) or _hub_source(held_out)
-    return _with_local_files(config.changed({"dataset.data_source": source}), "dataset")
+    return _with_local_files(config.changed({"dataset.data_source": data_source_of(config.dataset)}), "dataset")
+
+
+def data_source_of(dataset: DatasetConfig) -> str:
+    """The data source of rows that have none: the one of the config, or the id of the only Hub dataset."""
+    return dataset.data_source or _hub_source(dataset.file) or _hub_source(dataset.validation.file)
 
 
 def with_local_examples(config: RunConfig) -> RunConfig:

@@ -169,7 +169,7 @@ def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_
     if media := [name for name in MEDIA_COLUMNS if row.get(name)]:
         raise InvalidInput(f"{where}: {media[0]}", "images, videos and audio are not supported; remove such rows")
     extra_info = row_field(where, row, columns.extra_info, dict, {})
-    ground_truth = _nested(where, row, columns.ground_truth)
+    ground_truth = nested_field(where, row, columns.ground_truth)
     json_text(ground_truth, f"{where}: {columns.ground_truth}")
     json_text(extra_info, f"{where}: {columns.extra_info}")
     messages, message_fields = read_messages(f"{where}: {columns.prompt}", row.get(columns.prompt))
@@ -197,7 +197,7 @@ def _check_named_columns(where: str, row: dict[str, Any], columns: ColumnsConfig
             )
 
 
-def _nested(where: str, row: dict[str, Any], column: str) -> Any:
+def nested_field(where: str, row: dict[str, Any], column: str) -> Any:
     """The value of a column, or of a field of it: `reward_model.ground_truth`."""
     name, _, field_name = column.partition(".")
     return row_field(where, row, name, dict, {}).get(field_name) if field_name else row.get(name)

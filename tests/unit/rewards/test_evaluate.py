@@ -101,6 +101,20 @@ def test_a_row_may_hold_one_response_in_another_column(tmp_path: Path, capsys: p
     assert shown["data_sources"]["mine"]["mean"] == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("has_verl_columns", [False, True], ids=["the run's columns", "those of generate"])
+def test_columns_and_data_source_are_those_of_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], has_verl_columns: bool
+) -> None:
+    config = tmp_path / "run.yaml"
+    columns = "{prompt: question, ground_truth: answer}"
+    config.write_text(f"model: {{path: m}}\ndataset: {{file: openai/gsm8k/main/train, columns: {columns}}}\n")
+    truth: dict[str, Any] = {"reward_model": {"ground_truth": "42"}} if has_verl_columns else {"answer": "#### 42"}
+    path = write(tmp_path / "answers.parquet", [truth | {"responses": ["#### 42", "#### 41"]}])
+    assert cli.main(["evaluate", str(path), "--config", str(config), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["data_sources"]
+    assert found["openai/gsm8k"]["mean"] == pytest.approx((1 + 0.1) / 2)
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [

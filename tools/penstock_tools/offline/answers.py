@@ -21,10 +21,12 @@ from pydantic import BaseModel
 
 from penstock.cli.output import progress_bar
 from penstock.codec import encode_prompt
+from penstock.config.dataset import ColumnsConfig
 from penstock.config.rollout import RewardConfig
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, PenstockError, Unavailable, first_error
-from penstock.feed.datasets import row_field
+from penstock.feed.datasets import nested_field, row_field
+from penstock.hub import data_source_of
 from penstock.replay.queue_types import Lease
 from penstock.sample_scores import PromptSamples, ScoreSummary, by_source, parts_by_name, summarise
 from penstock.sampling import Sampling
@@ -175,6 +177,7 @@ def _digest(config: BaseModel) -> str:
 # ── scoring a file: rows are read, scored and written one batch at a time ──
 
 BATCH_ROWS = 256
+VERL_COLUMNS = ColumnsConfig()
 SCORES = pa.field("scores", pa.list_(pa.float64()))
 PARTS = pa.field("score_parts", pa.list_(pa.map_(pa.string(), pa.float64())))
 
@@ -184,12 +187,14 @@ Row = dict[str, Any]
 class ScoredFile:
     """A copy of a file with the scores of its responses. `output` appears only once every row is scored."""
 
-    def __init__(self, path: Path, output: Path, response_column: str, config: RewardConfig) -> None:
+    def __init__(self, path: Path, output: Path, response_column: str, config: RunConfig) -> None:
         self.path = path
         self.output = output
         self.response_column = response_column
+        self.columns = config.dataset.columns
+        self.data_source = data_source_of(config.dataset)
         self.metrics = RolloutMetrics(CollectorRegistry())
-        self.scorer = Scorer(config, self.metrics)
+        self.scorer = Scorer(config.rollout.reward, self.metrics)
         self._scored: list[PromptSamples] = []
 
     async def write(self) -> None:
@@ -248,14 +253,19 @@ class ScoredFile:
                 writer.write_batch(pa.record_batch(arrays, schema=schema))
                 progress.advance(task, len(results))
 
+    def _column(self, row: Row, name: str) -> str:
+        """The column that the config names, or verl's where the file lacks it: `penstock generate` writes verl's."""
+        named: str = getattr(self.columns, name)
+        return named if named.partition(".")[0] in row else str(getattr(VERL_COLUMNS, name))
+
     async def _score_row(self, where: str, row: Row) -> list[SampleScore]:
         responses = row[self.response_column]
         responses = [responses] if isinstance(responses, str) else responses
         if not isinstance(responses, list) or not all(isinstance(response, str) for response in responses):
             raise InvalidInput(f"{where}: {self.response_column}", "must be text, or a list of texts")
-        data_source: str = row_field(where, row, "data_source", str, "")
-        ground_truth = row_field(where, row, "reward_model", dict, {}).get("ground_truth")
-        extra_info: Row = row_field(where, row, "extra_info", dict, {})
+        data_source: str = row_field(where, row, self._column(row, "data_source"), str, "") or self.data_source
+        ground_truth = nested_field(where, row, self._column(row, "ground_truth"))
+        extra_info: Row = row_field(where, row, self._column(row, "extra_info"), dict, {})
         results = await self.scorer.score(where, data_source, responses, ground_truth, extra_info)
         rewards, parts = tuple(score.reward for score in results), parts_by_name([score.parts for score in results])
         self._scored.append(PromptSamples(data_source, rewards, parts=parts))

@@ -134,13 +134,14 @@ def _read(args: argparse.Namespace, config: RunConfig) -> list[Prompt]:
     from itertools import islice
 
     from penstock.feed.datasets import RowFormat, read_prompts
+    from penstock.hub import data_source_of
 
     for name in ("n", "concurrency", "limit"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise InvalidInput(f"--{name}", "must be at least 1")
     sampling = sampling_from_flags(args)
-    row_format = RowFormat(config.dataset.columns, config.dataset.data_source)
+    row_format = RowFormat(config.dataset.columns, data_source_of(config.dataset))
     rows = read_prompts(args.file, num_samples=args.n, sampling=sampling, row_format=row_format)
     prompts = list(islice(rows, args.limit))
     if not prompts:
@@ -161,7 +162,7 @@ def evaluate(argv: Sequence[str]) -> int:
         epilog="Fields of the config may follow as overrides: --rollout.reward.num_processes 16",
     )
     parser.add_argument("file", type=Path, help="Parquet with verl's columns and the responses")
-    parser.add_argument("--config", type=Path, help="YAML file of a run, for its rollout.reward")
+    parser.add_argument("--config", type=Path, help="YAML file of a run, for its rollout.reward and dataset.columns")
     parser.add_argument(
         "--output", type=Path, metavar="FILE", help="Parquet file to write (default: FILE.scored.parquet)"
     )
@@ -183,7 +184,7 @@ def evaluate(argv: Sequence[str]) -> int:
     model = {"model": {"path": "."}}  # required by the config model, but not used here
     config = load_config(args.config, overrides) if args.config else load_overrides(model, overrides)
     output = args.output or args.file.with_suffix(".scored.parquet")
-    scored = ScoredFile(args.file, output, args.response_column, config.rollout.reward)
+    scored = ScoredFile(args.file, output, args.response_column, config)
     run_interruptible(scored.write(), "while it scored responses; nothing was written")
     summaries, num_errors = scored.summaries(args.pass_score, args.score), scored.num_errors()
     if args.json:

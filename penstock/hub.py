@@ -27,9 +27,15 @@ def with_local_model(config: RunConfig) -> RunConfig:
 
 def with_local_models(config: RunConfig) -> RunConfig:
     """The config with a folder, downloaded if needed, in place of each Hub id of the learner's models."""
-    roles = {name: getattr(config.learner, name) for name in ("reference", "critic", "reward_model")}
-    own = {f"learner.{name}.path": role.path for name, role in roles.items() if role is not None and role.path}
-    return with_local_model(config).changed({field: local_model(path, field) for field, path in own.items()})
+    learner = config.learner
+    roles = {name: getattr(learner, name) for name in ("reference", "critic", "reward_model")}
+    paths = {f"learner.{name}.path": role.path for name, role in roles.items() if role is not None and role.path}
+    local: dict[str, object] = {field: local_model(path, field) for field, path in paths.items()}
+    local["learner.roles"] = {
+        name: role.changed({"path": local_model(role.path, f"learner.roles.{name}.path")}) if role.path else role
+        for name, role in learner.roles.items()
+    }
+    return with_local_model(config).changed(local)
 
 
 def with_local_datasets(config: RunConfig) -> RunConfig:

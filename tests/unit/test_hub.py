@@ -104,7 +104,9 @@ for fields in json.loads(sys.argv[1]):
     try:
         config = with_local_datasets(with_local_models(validate(fields, "test")))
         numbers = [p.ground_truth for p in PromptStream.read(config).prompts] if config.dataset.file else []
-        print(json.dumps({"model": str(config.model.path), "source": config.dataset.data_source, "truths": numbers}))
+        teachers = [str(role.path) for role in config.learner.roles.values()]
+        found = {"model": str(config.model.path), "source": config.dataset.data_source, "truths": numbers}
+        print(json.dumps(found | {"teachers": teachers}))
     except PenstockError as error:
         print(json.dumps({"error": str(error)}))
 """
@@ -123,7 +125,8 @@ def resolve(cache: Path, hub: str, *configs: dict[str, Any], **environment: str)
 
 def test_ids_are_fetched_once_and_then_come_from_the_cache(tmp_path: Path, hub: str) -> None:
     dataset = {"file": "open/sums/main/train", "columns": {"prompt": "question", "ground_truth": "answer"}}
-    config = {"model": {"path": "own/tiny@main"}, "dataset": dataset}
+    teacher = {"step": "own.steps:train", "roles": {"teacher": {"worker": "reference", "path": "own/tiny"}}}
+    config = {"model": {"path": "own/tiny@main"}, "dataset": dataset, "learner": teacher}
     missing = {"model": {"path": "own/none"}}
     twice = {"model": {"path": str(tmp_path)}, "dataset": {"file": "open/twice"}}
     first, *refused = resolve(tmp_path, hub, config, missing, twice)
@@ -131,6 +134,7 @@ def test_ids_are_fetched_once_and_then_come_from_the_cache(tmp_path: Path, hub: 
         "chat.jinja", "config.json", "model.safetensors",
     ], "no pickles are fetched"  # fmt: skip
     assert (first["truths"], first["source"]) == (["2", "4"], "open/sums")
+    assert first["teachers"] == [first["model"]]
     assert "own/none is neither a path on this machine nor a model that the Hub at http" in refused[0]["error"]
     assert "several sets of files; choose one of open/twice/a/train, open/twice/b/train" in refused[1]["error"]
     Hub.requests.clear()

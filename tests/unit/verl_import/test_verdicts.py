@@ -191,10 +191,12 @@ def test_only_a_model_is_taken_for_an_id_of_the_hub() -> None:
     assert not any("org/model" in note for note in notes)
 
 
-def test_gpus_that_one_engine_does_not_use_are_named() -> None:
+def test_generation_has_an_engine_for_all_gpus() -> None:
     words = ["python3", "-m", "verl.trainer.main_generation", "trainer.n_gpus_per_node=8"]
-    assert verdicts(import_words(words)) == {"trainer.n_gpus_per_node": "missing"}
-    assert not verdicts(import_words([*words, "rollout.tensor_model_parallel_size=8"]))
+    for parallel, servers in (("1", ["--servers", "8"]), ("2", ["--servers", "4"]), ("8", [])):
+        found = import_words([*words, f"rollout.tensor_model_parallel_size={parallel}"])
+        assert found.command[-2:] == servers if servers else "--servers" not in found.command
+        assert not verdicts(found)
 
 
 def test_the_generation_server_has_the_keys_of_training() -> None:

@@ -258,9 +258,8 @@ def set_generation(values: Values) -> list[str]:
     """Set the model and the engine. Returns the words of `penstock generate` without the config."""
     values.set_direct()
     look_at_model(values, "model.path")
-    num_used = int(values.get("rollout.tensor_model_parallel_size"))
-    if number(values.get("trainer.n_gpus_per_node"), 8) > num_used:
-        values.lose("trainer.n_gpus_per_node", f"the engine uses {num_used}: start a command for each part of the file")
+    num_gpus = number(values.get("trainer.n_gpus_per_node"), 8) if values.is_given("trainer.n_gpus_per_node") else 1
+    num_servers = num_gpus // int(values.get("rollout.tensor_model_parallel_size"))
     values.set("run", "verl-generation")
     prompt, response = int(values.get("rollout.prompt_length")), int(values.get("rollout.response_length"))
     values.set("rollout.engine.max_model_len", int(values.get("rollout.max_model_len") or prompt + response))
@@ -272,6 +271,7 @@ def set_generation(values: Values) -> list[str]:
         "--top-p", str(values.get("rollout.top_p")), "--top-k", str(max(0, int(values.get("rollout.top_k")))),
         "--max-tokens", str(response),
     ]  # fmt: skip
+    words += ["--servers", str(num_servers)] * (num_servers > 1)
     return [*words, *["--ignore-eos"] * bool(values.get("rollout.ignore_eos"))]
 
 

@@ -37,6 +37,14 @@ def test_a_job_ends_with_the_exit_status_of_the_run(tmp_path: Path, up: str, cod
     assert (job.returncode, errors) == (code, "")
 
 
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_only_a_node_that_is_alone_has_servers_and_the_learner(tmp_path: Path, nodes: str) -> None:
+    job = start(tmp_path, f'echo "$@" >> up.log; {WRITES}', SLURM_JOB_NUM_NODES=nodes)
+    _, errors = job.communicate(timeout=60)
+    assert (job.returncode, errors) == (0, "")
+    assert ("--rollout.num_servers 0" in (tmp_path / "up.log").read_text()) == (nodes == "2")
+
+
 def test_a_job_that_is_signalled_ends_with_the_run_and_its_servers(tmp_path: Path) -> None:
     job = start(tmp_path, f"trap 'sleep 1; exit 7' TERM; {WRITES}; touch up; while :; do sleep 0.2; done")
     until(lambda: (tmp_path / "srun.log").exists() and (tmp_path / "up").exists(), "the other node joins", timeout_s=60)

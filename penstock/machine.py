@@ -160,7 +160,8 @@ def idle_gpus() -> str:
     if not builds or not (names := gpu_names()):
         return ""
     what = f"{', '.join(builds)} use{'s' * (len(builds) == 1)} CPUs only"
-    return f"{len(names)} x {names[0]}, idle: {what}; run `make setup GPU=cuda`, or install penstock[gpu]"
+    advice = "run `make setup GPU=cuda`, or install penstock[gpu] into a new environment"
+    return f"{len(names)} x {names[0]}, idle: {what}; {advice}"
 
 
 def visible_gpus() -> list[str]:

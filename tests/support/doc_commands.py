@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,8 @@ NOT_RUN = {
     r"(MODELS=\S+ )?docker |make images": "needs Docker; test_compose_run.py starts the same processes",
     r"\w+=\S+ penstock fetch-model ": "needs the Hub or an object store; test_fetch_model.py",
     r"torchrun --nproc-per-node 8 ": "needs 8 GPUs; test_sft_training.py runs two ranks",
+    r"penstock (up my-run.yaml --host|join) |scp |sbatch ": "needs further machines; test_join.py and test_slurm.py",
+    r"penstock samples --validation": "README's run validates nothing; test_samples.py",
 }
 """Commands that this test leaves out, by how they begin, and why."""
 UNTIL_INTERRUPTED = {
@@ -66,6 +69,8 @@ READERS_FILES = {
     "run_qwen3-8b.sh": f"GPUS=8\npython3 -m verl.trainer.main_ppo {' '.join(VERL_WORDS)} $@\n",
     "config/my_grpo.yaml": "algorithm: {adv_estimator: grpo}\ndata: {train_files: train.parquet}\n",
     "run.yaml": "model: {path: examples/arithmetic/model}\nlearner: {lr: 1e-5}\nsft: {max_tokens: 64}\n",
+    "reward.py": "def compute_score(**arguments):\n    return 0\n",
+    "runs/other-run/metrics.jsonl": '{"step": 1, "step_s": 1, "reward_mean": 0.5, "entropy": 1, "lr": 1e-4}\n',
 }
 """Files that the reader of a page has."""
 
@@ -76,13 +81,10 @@ class Command:
     line: int
     block: int
     text: str
+    is_python: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}: {self.text}"
-
-    @property
-    def is_python(self) -> bool:
-        return "\n" in self.text
 
     @property
     def needs_progress(self) -> bool:
@@ -107,12 +109,23 @@ def commands_of(page: str) -> list[Command]:
         line = text[: match.start()].count("\n") + 2
         language, body = match.groups()
         if language == "python" and "from_run_dir" in body:
-            found.append(Command(page, line, block, body))
+            found.append(Command(page, line, block, body, is_python=True))
         if language == "bash":
-            joined = re.sub(r" *\\\n *", " ", body)
-            shown = [re.sub(r"(^|\s+)# .*$|^#.*$", "", command).strip() for command in joined.splitlines()]
-            found += [Command(page, line, block, command) for command in shown if command]
+            found += [Command(page, line, block, command) for command in _shell_commands(body)]
     return found
+
+
+def _shell_commands(body: str) -> Iterator[str]:
+    """The commands of a block, without comments. One that reads a here-document ends with it."""
+    lines = iter(re.sub(r" *\\\n *", " ", body).splitlines())
+    for line in lines:
+        command = re.sub(r"(^|\s+)# .*$|^#.*$", "", line).strip()
+        if document := re.search(r"<<'(\w+)'$", command):
+            command += "\n"
+            while not command.endswith(f"\n{document[1]}\n"):
+                command += f"{next(lines)}\n"
+        if command:
+            yield command
 
 
 def table_of_chats() -> pyarrow.Table:
@@ -134,7 +147,7 @@ class Clone:
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("secrets", "__pycache__"))
         (folder / ".venv").symlink_to(sys.prefix)
         for name, text in READERS_FILES.items():
-            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
         parquet.write_table(table_of_chats(), folder / "chats.parquet")
         self.environment = {**os.environ, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "COLUMNS": "200"}

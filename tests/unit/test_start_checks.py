@@ -212,6 +212,17 @@ def test_a_dataset_that_servers_would_warn_of_is_doubted(tmp_path: Path, config:
     assert "would be truncated" in doubt
 
 
+def test_rows_whose_reward_has_nothing_to_compare_with_are_doubted(tmp_path: Path, config: Any) -> None:
+    file = tmp_path / "sums.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
+    words = ("--dataset.file", str(file), *NO_FUNCTION, "--rollout.reward.by_data_source", '{"*": {kind: gsm8k}}')
+    (doubt,) = doubts_about_dataset(config(*words))
+    assert doubt.startswith(f"2 of the first 2 prompts of {file} have no ground truth")
+    assert doubt.endswith("name its column in dataset.columns.ground_truth")
+    assert doubts_about_dataset(config(*words, "--dataset.columns.ground_truth", "answer")) == []
+    assert doubts_about_dataset(config("--dataset.file", str(file))) == [], "a function may need none"
+
+
 def test_up_says_what_servers_would_warn_of(
     tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

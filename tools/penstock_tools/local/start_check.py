@@ -167,7 +167,7 @@ async def _check_process(module: str, config_file: Path, *words: str) -> Found:
     raise ConfigError(last.partition(": error: ")[2] or last)
 
 
-# ── what servers would warn of in a dataset: data sources without their own reward, and prompts that are too long ──
+# ── doubts about a dataset: data sources without their own reward, no ground truth, prompts that are too long ──
 
 MAX_ROWS = 1000
 """Rows of a file that are looked at. More would take longer than a check should."""
@@ -182,7 +182,25 @@ def doubts_about_dataset(config: RunConfig) -> list[str]:
     choice = RewardChoice(config.rollout.reward)
     sources = dict.fromkeys(prompt.data_source for prompts in files.values() for prompt in prompts)
     unknown = [choice.unknown_text(source) for source in sources if not choice.is_known(source)]
-    return [*unknown, *_long_prompts(config, files)]
+    return [*unknown, *_without_truth(config, choice, files), *_long_prompts(config, files)]
+
+
+COMPARING_REWARDS = ("exact_match", "gsm8k", "math", "search_qa", "verl")
+"""Kinds of rewards that give every answer the same score, without an error, if there is no ground truth."""
+
+
+def _without_truth(config: RunConfig, choice: RewardChoice, files: dict[Path, list[Prompt]]) -> Iterator[str]:
+    """The usual mistake with a dataset whose columns have other names than verl's."""
+    if config.learner.reward_model is not None or config.rollout.agents.turn_rewards == "replace":
+        return
+    for path, prompts in files.items():
+        sources = [prompt.data_source for prompt in prompts if prompt.ground_truth is None]
+        known = (choice.reward_for(source) if choice.is_known(source) else choice.config.default for source in sources)
+        if num_rows := sum(reward.kind in COMPARING_REWARDS for reward in known):
+            yield (
+                f"{num_rows} of the first {len(prompts)} prompts of {path} have no ground truth, which their reward "
+                "compares answers with; name its column in dataset.columns.ground_truth"
+            )
 
 
 def _paths(config: RunConfig) -> list[Path]:

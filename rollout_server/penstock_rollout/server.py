@@ -39,6 +39,7 @@ from penstock.machine import is_loopback, keep_collectives_on_loopback, warn_of_
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import ProcessEndpoint, Readiness
 from penstock.replay.queue import RedisReplayQueue
+from penstock.start_checks import check_model
 from penstock.store.fleet import Fleet, PolicyRegistry
 from penstock.store.heartbeats import Heartbeats, Leaving, Phases
 from penstock.store.notices import Event, NoticeBoard, Notices
@@ -250,6 +251,7 @@ async def record_end(notices: Notices, server_id: str, error: Exception) -> None
 async def serve(config: RunConfig, server_id: str) -> None:
     """Run a server until SIGTERM or SIGINT."""
     check_address(config)
+    check_model(config)
     check_serves_model(resolve_engine_name(config.rollout.engine), config.model.path)
     ClusterKey.of(config).make_if_missing()
     if is_loopback(config.rollout.host):

@@ -73,7 +73,7 @@ class Ledger:
         return prompt_id in self and prompt_id not in self._volatile
 
     def mark_durable(self, prompt_ids: Iterable[int]) -> None:
-        """Called when a checkpoint that covers these prompts is on disk."""
+        """Called when a durable checkpoint covers these prompts, so that their groups may be acknowledged."""
         self._volatile.difference_update(prompt_ids)
 
     def add(self, prompt_ids: Iterable[int]) -> None:
@@ -213,10 +213,6 @@ class Term:
         self.ledger.add(prompt_ids)
         self.uncommitted += prompt_ids
 
-    def mark_durable(self, prompt_ids: Sequence[int]) -> None:
-        """A durable checkpoint covers these prompts: their groups may be acknowledged."""
-        self.ledger.mark_durable(prompt_ids)
-
     def take_uncommitted(self) -> list[int]:
         """The prompts that the next checkpoint covers and none before it."""
         taken, self.uncommitted = self.uncommitted, []
@@ -238,13 +234,6 @@ class Term:
     @property
     def last_rewind(self) -> Rewind | None:
         return self.lineage[-1] if self.lineage else None
-
-    def has_trained(self, prompt_id: int) -> bool:
-        return prompt_id in self.ledger
-
-    def is_durable(self, prompt_id: int) -> bool:
-        """Whether a durable checkpoint covers the prompt."""
-        return self.ledger.is_durable(prompt_id)
 
     def abandons(self, group: Group) -> bool:
         """Whether a version that a rewind has abandoned sampled a token of the group."""

@@ -189,7 +189,7 @@ class BatchReader:
     async def read(self, step: int, policy_version: int, wanted: asyncio.Event | None = None) -> Batch:
         """The batch of `step`: first the groups that an earlier learner took for it, then groups from the queue. The
         deadline starts when `wanted` is set, or at once without it, so reading may take as long as the step before."""
-        self._in_batches = {prompt_id for prompt_id in self._in_batches if not self.term.has_trained(prompt_id)}
+        self._in_batches = {prompt_id for prompt_id in self._in_batches if prompt_id not in self.term.ledger}
         groups = await self._accept(self.term.take_manifest(step), policy_version)
         return await self._complete(step, groups, policy_version, wanted)
 
@@ -312,9 +312,9 @@ class BatchReader:
     async def _check(self, delivery: Delivery, decoded: Group | PoisonGroup, policy_version: int) -> Group | None:
         """The group, or None if it must not be trained: its prompt was trained already, it is malformed, its server is
         in quarantine, or as the config says, it is too old, its rewards fail, or it is filtered."""
-        if delivery.prompt_id in self._in_batches or self.term.has_trained(delivery.prompt_id):
+        if delivery.prompt_id in self._in_batches or delivery.prompt_id in self.term.ledger:
             # A group that no checkpoint covers yet must stay: the next checkpoint commits it.
-            if self.term.is_durable(delivery.prompt_id):
+            if self.term.ledger.is_durable(delivery.prompt_id):
                 await self.queue.commit(0, [delivery.prompt_id])
             return None
         if isinstance(decoded, PoisonGroup):

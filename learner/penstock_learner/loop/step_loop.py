@@ -431,7 +431,7 @@ class CheckpointWriter:
         crash_point("before_flush")
         checkpoint = await asyncio.to_thread(self.store.finish, partial, state, _shards(partial, written))
         await asyncio.to_thread(self.store.upload, checkpoint)
-        self.term.mark_durable(prompt_ids)
+        self.term.ledger.mark_durable(prompt_ids)
         self.on_durable()
         crash_point("after_flush")
         await self.queue.commit(state.step, prompt_ids, await asyncio.to_thread(self.store.oldest_step))

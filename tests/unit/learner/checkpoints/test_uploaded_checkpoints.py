@@ -234,7 +234,7 @@ async def test_groups_are_acknowledged_only_when_the_upload_is_complete(
     term.add_trained(1, [1], kl_reference=0.0, num_sequences=1)
     await writer.begin(TrainerState(1, 1, 1, [(1, 1)]), [1])
     await writer.wait_until_written()
-    assert queue.seen == [["term-000001-step-00000001"]] and term.is_durable(1)
+    assert queue.seen == [["term-000001-step-00000001"]] and term.ledger.is_durable(1)
 
     def fails(self: ObjectFolder, file: Path, name: str) -> None:
         raise Unavailable("the store is away")
@@ -244,5 +244,5 @@ async def test_groups_are_acknowledged_only_when_the_upload_is_complete(
     await writer.begin(TrainerState(2, 2, 1, [(1, 2)]), [2])
     with pytest.raises(Unavailable, match="the store is away"):
         await writer.wait_until_written()
-    assert len(queue.seen) == 1 and not term.is_durable(2), "what is only on this disk acknowledges nothing"
+    assert len(queue.seen) == 1 and not term.ledger.is_durable(2), "what is only on this disk acknowledges nothing"
     assert names(store.newest_first())[0] == "term-000001-step-00000002", "it is still here for the next start"

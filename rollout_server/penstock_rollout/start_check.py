@@ -25,9 +25,8 @@ from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.tool_calls import tokenization_of
 from penstock_rollout.engines.factory import (
     check_devices,
-    check_profiles,
-    check_reports_experts,
     check_serves_model,
+    check_settings,
     resolve_engine_name,
 )
 from penstock_rollout.metrics import RolloutMetrics
@@ -58,10 +57,8 @@ def check(config: RunConfig) -> str:
     ClusterKey.of(config).check()
     engine = resolve_engine_name(config.rollout.engine)
     check_devices(engine, config.rollout.engine)
-    check_profiles(engine, config.rollout.engine)
+    check_settings(engine, config.rollout.engine, report_experts=config.learner.router.replay)
     check_serves_model(engine, config.model.path)
-    if config.learner.router.replay:
-        check_reports_experts(engine)
     asyncio.run(_check_reward_functions(config))
     return engine
 

@@ -76,11 +76,7 @@ def create_engine(
     experts that a mixture of experts chooses (`learner.router.replay`), `profiles` is the folder for traces of
     `profile_versions`."""
     name = resolve_engine_name(config)
-    check_profiles(name, config)
-    if report_experts:
-        check_reports_experts(name)
-    if config.quantization is not None and (name != "vllm" or is_cpu_build()):
-        raise ConfigError(f"rollout.engine.quantization is {config.quantization}, which needs vllm on CUDA")
+    check_settings(name, config, report_experts=report_experts)
     if name == "vllm":
         standby = start_standby(config, model_path)  # before anything else is imported
         from penstock_rollout.engines.vllm.engine import VllmEngine
@@ -97,18 +93,16 @@ def create_engine(
     return TorchEngine(config, model_path, dtype, seed, report_experts=report_experts)
 
 
-def check_profiles(name: str, config: EngineConfig) -> None:
-    """Raise ConfigError if the engine cannot record `profile_versions`."""
+def check_settings(name: str, config: EngineConfig, *, report_experts: bool) -> None:
+    """Raise ConfigError if the engine does not have what the settings ask for."""
     if config.profile_versions and name != "vllm":
         raise ConfigError(
             f"rollout.engine.profile_versions needs rollout.engine.name vllm, not {name}; set it to [], or use vllm"
         )
-
-
-def check_reports_experts(name: str) -> None:
-    """Raise ConfigError for an engine whose choice of experts the learner cannot replay."""
-    if name == "sglang":
+    if report_experts and name == "sglang":
         raise ConfigError("learner.router.replay needs rollout.engine.name vllm or torch, not sglang; set it to false")
+    if config.quantization is not None and (name != "vllm" or is_cpu_build()):
+        raise ConfigError(f"rollout.engine.quantization is {config.quantization}, which needs vllm on CUDA")
 
 
 async def start_engine(engine: Engine, timeout_s: float) -> None:

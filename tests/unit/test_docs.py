@@ -19,7 +19,7 @@ from pydantic import Field
 from penstock.client import SyncPenstockClient
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
-from penstock_rollout.agents.verl import verl_names
+from penstock_rollout.agents.declarations import verl_names
 from support.monitoring import declared_names, documented_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -129,7 +129,7 @@ class TrainerState:
     resumed_from: str = ""
     """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
     num_orders: int = 0
-    """How many of the operator's orders to rewind were handled."""
+    """How many of the operator's orders to rewind were handled, including orders that could not be followed."""
     lineage: tuple[Rewind, ...] = ()
     tokenizer: str = ""
     """`tokenizer_digest` of the model folder. Empty in checkpoints of `penstock sft`."""
@@ -176,11 +176,11 @@ def make_kl_controller(config: KLConfig, coefficient: float | None = None) -> KL
 
 @dataclass
 class Term:
-    """The state of training that no role holds. A checkpoint stores it as a `TrainerState`."""
+    """The state of training that no role holds. A checkpoint stores it as a `TrainerState`, which describes the fields
+    that both have."""
 
     number: int = 0
     store_id: str = ""
-    """Identifies the queue whose prompt ids the ledger holds."""
     step: int = 0
     """The last step that was trained."""
     policy_version: int = 0
@@ -188,9 +188,7 @@ class Term:
     ledger: Ledger = field(default_factory=Ledger)
     kl: KLController = field(default_factory=lambda: KLController(KLConfig(), 0.0))
     resumed_from: str = ""
-    """The value of `checkpoint.resume` if the run was started from the checkpoint that it names, or empty."""
     num_orders: int = 0
-    """How many of the operator's orders to rewind were handled, including orders that could not be followed."""
     lineage: tuple[Rewind, ...] = ()
     """The newest MAX_REWINDS rewinds of the run, oldest first."""
     cause: RewindCause = "restart"

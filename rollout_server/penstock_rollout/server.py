@@ -13,9 +13,8 @@
 | notices   | a failed reward or prompt                 | the scorer, the producer     | `store/notices.py`      |
 
 All run in one TaskGroup: a loop that fails ends the server. Pushed versions arrive at `fleet/membership.py`, and
-requests of clients at `serving/generate_service.py`. Both are gRPC services on the internal listener. The server has no
-HTTP port for clients: the gateway answers OpenAI's and Anthropic's protocols for the whole fleet and chooses the least
-busy server, so a port here was a second check of keys and bodies, off by default, whose use was never measured.
+requests of clients at `serving/generate_service.py`. Both are gRPC services on the internal listener. The gateway
+answers OpenAI's and Anthropic's protocols for the whole fleet.
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ def staged_or_files(original: Any, loader: Any, source: Any, *arguments: Any, **
 
 
 class StageWorker:
-    """Holds at most one new stage, one that was verified, and the one loaded last.
-
-    Beginning another stage aborts the new one, but not the verified one, which may be loading.
+    """A `StageSlot`, and the stage that was verified. Another stage that begins does not abort it: it may be loading.
 
     The rollout server calls the methods named in CALLS, in threads of the scheduler's process. Arguments and results
     are plain values, never weights. Only `tensors` touches the serving weights, and only the scheduler calls it."""

@@ -1,12 +1,6 @@
 """The vLLM engine: AsyncLLM in this process, EngineCore in a child process, weights staged by a worker extension.
 
-How a version flips: a thread of the worker receives and hashes the new weights while decoding goes on. Then, while no
-step is in flight, the scheduler is paused, the weights are loaded, the version is set, and the scheduler is resumed.
-EngineCore does that in one call (core.py).
-
-Prefix-cache entries are salted with the load under which a request was submitted. A request without a token at the
-time of a flip gets the salt of the new load (core.py). So a request that starts under one load never finds KV of
-another.
+core.py says how a version flips between two steps, and how the entries of the prefix cache are salted.
 
 `VersionStamps` stamps tokens with the version that produced them, as they arrive in this process. vLLM itself reports
 versions only since 0.32, and GPU hosts may be bound to 0.26 by their driver and CUDA. So no vLLM is asked for them; a

@@ -28,7 +28,7 @@ from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpu
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, RayDied, Unavailable, one_line
-from penstock.machine import idle_gpus
+from penstock.machine import accepts_connections, idle_gpus
 from penstock_learner.roles.profiling import profiles_folder
 from penstock_learner.roles.ray_address import FOUND_BY_RAY, ask_cluster
 from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, namespace_of
@@ -121,9 +121,10 @@ async def watch_processes(processes: Mapping[str, psutil.Process]) -> NoReturn:
 
 async def watch_address(address: str, unreachable_s: float = UNREACHABLE_S) -> NoReturn:
     """Raise RayDied when the gcs of a joined cluster has been unreachable for a while."""
+    host, _, port = address.rpartition(":")
     reached_at = time.monotonic()
     while True:
-        if await _is_reachable(address):
+        if await asyncio.to_thread(accepts_connections, host.strip("[]"), int(port), CONNECT_S):
             reached_at = time.monotonic()
         elif time.monotonic() - reached_at >= unreachable_s:
             raise RayDied(
@@ -145,16 +146,6 @@ def _has_ended(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     return True
-
-
-async def _is_reachable(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(CONNECT_S):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-        writer.close()
-        return True
-    return False
 
 
 OBJECT_STORE_BYTES = 256 * 2**20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
+from penstock.weights.folder_tensors import read_json
 from penstock_learner.model.architectures import ModelPath, logit_form_of
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import hidden_states, open_model, open_on_path, padded_inputs
@@ -130,8 +130,5 @@ def _has_head(path: Path, key: str) -> bool:
 
 
 def _vocabulary(path: Path) -> Any:
-    file = path / "tokenizer.json"
-    if not file.is_file():
-        return None
-    described = json.loads(file.read_text())
-    return described.get("model", {}).get("vocab"), described.get("added_tokens")
+    described = read_json(path / "tokenizer.json")
+    return (described.get("model", {}).get("vocab"), described.get("added_tokens")) if described else None

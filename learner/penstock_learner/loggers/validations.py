@@ -37,7 +37,7 @@ from penstock_learner.loggers.step_loggers import VALIDATION, StepLoggers
 from penstock_learner.steps.program import combined
 
 logger = logging.getLogger(__name__)
-POLL_S, END_S = 5.0, 2.0
+END_S = 2.0
 LAST_POLL_S = 0.5
 MAX_SILENCE_S = 120.0
 """A validator that died is started again within this time. After it, nothing validates any more."""
@@ -52,15 +52,6 @@ class ValidationLog:
     start_step: int
     _known: set[str] | None = None
     """Evaluations that were logged. None before the first call of `log_new`."""
-
-    async def watch(self) -> None:
-        """Runs forever. A failure is logged, and tried again: training does not depend on it."""
-        while True:
-            try:
-                await self.log_new()
-            except PenstockError as error:
-                logger.warning("the scores of validations cannot be read: %s; trying again", error)
-            await asyncio.sleep(POLL_S)
 
     async def log_new(self) -> None:
         """Log the scores that were not logged yet."""
@@ -148,16 +139,8 @@ class ValidationGroups:
     """Evaluations that were read, or have nothing to read."""
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def watch(self) -> None:
-        """Runs forever. A death of the reward model is handled as in training."""
-        while True:
-            try:
-                await self.read_new()
-            except (QueueFull, Unavailable) as error:
-                logger.warning("the samples of validations cannot be read: %s; trying again", error)
-            await asyncio.sleep(POLL_S)
-
     async def read_new(self) -> None:
+        """Read the validations that were not read yet. A death of the reward model is handled as in training."""
         async with self._reading:
             finished = [name for name in await self.queue.evaluation_history() if not is_named_score(name)]
             for evaluation_id in sorted(finished, key=lambda name: name_and_step(name)[1]):

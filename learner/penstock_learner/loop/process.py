@@ -15,14 +15,15 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
-from penstock.errors import QueueFull, RoleDied, Unavailable
+from penstock.errors import PenstockError, QueueFull, RoleDied, Unavailable
 from penstock.machine import DiskWatch, folder_bytes
 from penstock.process_endpoint import Readiness
 from penstock.replay.queue import GroupConsumer
@@ -50,8 +51,21 @@ from penstock_learner.term import Term
 logger = logging.getLogger(__name__)
 FORGOTTEN_AFTER_S = 900.0
 """How long a server stays in the list without a heartbeat. Until then, alerts and the doctor name it."""
-POLL_S = 10.0
-"""How often servers that have died are looked for."""
+SERVERS_POLL_S, VALIDATIONS_POLL_S = 10.0, 5.0
+"""How often servers that have died, and new scores and samples of validations, are looked for."""
+
+
+async def repeated(
+    work: Callable[[], Awaitable[None]], pause_s: float, what: str,
+    errors: tuple[type[PenstockError], ...] = (QueueFull, Unavailable),
+) -> NoReturn:  # fmt: skip
+    """Do the work again and again. One of these errors is logged, after `what`, and the work is tried again."""
+    while True:
+        try:
+            await work()
+        except errors as error:
+            logger.warning("%s: %s; trying again", what, error)
+        await asyncio.sleep(pause_s)
 
 
 @dataclass(frozen=True)
@@ -62,14 +76,6 @@ class SilentServers:
     notices: Notices
     term: int
     max_silence_s: float = FORGOTTEN_AFTER_S
-
-    async def watch(self) -> None:
-        while True:
-            try:
-                await self.forget()
-            except (QueueFull, Unavailable) as error:
-                logger.warning("cannot look for servers that have died: %s; trying again", error)
-            await asyncio.sleep(POLL_S)
 
     async def forget(self) -> None:
         """Forget the servers that have been silent for too long, and record a notice for each. Remove the notices of
@@ -212,8 +218,13 @@ class LearnerController:
         )  # fmt: skip
         silent_servers = SilentServers(self.fleet, Notices(self.fleet.client, self.config.run), term.number)
         loops = (
-            validations.watch(), publication.publish_loop(), publication.catch_up_loop(), orders.watch(),
-            silent_servers.watch(), validated.watch(),
+            publication.publish_loop(), publication.catch_up_loop(), orders.watch(),
+            # Training does not depend on these scores.
+            repeated(
+                validations.log_new, VALIDATIONS_POLL_S, "the scores of validations cannot be read", (PenstockError,)
+            ),
+            repeated(validated.read_new, VALIDATIONS_POLL_S, "the samples of validations cannot be read"),
+            repeated(silent_servers.forget, SERVERS_POLL_S, "cannot look for servers that have died"),
         )  # fmt: skip
         tasks = [asyncio.create_task(each) for each in loops]
         training = asyncio.create_task(self._train(steps, validations, validated))

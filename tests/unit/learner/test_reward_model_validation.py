@@ -22,6 +22,7 @@ from penstock.trajectory import Group
 from penstock_learner.loggers.samples import TrainedStep
 from penstock_learner.loggers.step_loggers import StepLoggers
 from penstock_learner.loggers.validations import ValidationGroups, ValidationLog
+from penstock_learner.loop.process import repeated
 from penstock_learner.term import Term
 from support.groups import groups_of, make_group
 from support.learner_ranks import make_step
@@ -161,7 +162,7 @@ async def test_the_last_validation_is_scored_before_the_end_but_not_forever(
     caplog.set_level(logging.WARNING)
     queue, model, stopping = await queue_with(ReplayConfig(), []), LengthModel(), asyncio.Event()
     scored = reading(queue, model.score, CONFIG, 2)
-    watching = asyncio.create_task(scored.watch())
+    watching = asyncio.create_task(repeated(scored.read_new, 5.0, "the samples cannot be read"))
     await asyncio.sleep(0)
     await validated(queue, "validation-math-5", groups_of("chat"))
     async with asyncio.timeout(20):

@@ -16,7 +16,6 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -68,26 +67,17 @@ async def repeated(
         await asyncio.sleep(pause_s)
 
 
-@dataclass(frozen=True)
-class SilentServers:
-    """Forgets the silent servers of a run under a learner's term. A server that comes back joins again."""
-
-    fleet: Fleet
-    notices: Notices
-    term: int
-    max_silence_s: float = FORGOTTEN_AFTER_S
-
-    async def forget(self) -> None:
-        """Forget the servers that have been silent for too long, and record a notice for each. Remove the notices of
-        those that are back."""
-        for server_id, silence_s in (await self.fleet.forget_silent(self.max_silence_s, self.term)).items():
-            text = (
-                f"{server_id} sent no heartbeat for {silence_s / 60:.0f} min and has left the list of servers; read "
-                "its log, and start it again if the run needs it"
-            )
-            logger.warning("%s", text)
-            await self.notices.record(Event("server_lost", server_id, text))
-        await self.notices.remove([Event("server_lost", server.server_id, "") for server in await self.fleet.servers()])
+async def forget_silent_servers(fleet: Fleet, notices: Notices, term: int) -> None:
+    """Forget the servers of a run that have been silent for too long, under a learner's term, and record a notice for
+    each. Remove the notices of those that are back: a server that comes back joins again."""
+    for server_id, silence_s in (await fleet.forget_silent(FORGOTTEN_AFTER_S, term)).items():
+        text = (
+            f"{server_id} sent no heartbeat for {silence_s / 60:.0f} min and has left the list of servers; read "
+            "its log, and start it again if the run needs it"
+        )
+        logger.warning("%s", text)
+        await notices.record(Event("server_lost", server_id, text))
+    await notices.remove([Event("server_lost", server.server_id, "") for server in await fleet.servers()])
 
 
 def vocabulary_size(model: Path) -> int | None:
@@ -216,7 +206,7 @@ class LearnerController:
             self.queue, steps.samples, self.config.replay.groups_per_step, self.training.reward_model_scores,
             self.config.learner.reward_model, vocabulary_size(self.config.model.path),
         )  # fmt: skip
-        silent_servers = SilentServers(self.fleet, Notices(self.fleet.client, self.config.run), term.number)
+        notices = Notices(self.fleet.client, self.config.run)
         loops = (
             publication.publish_loop(), publication.catch_up_loop(), orders.watch(),
             # Training does not depend on these scores.
@@ -224,7 +214,10 @@ class LearnerController:
                 validations.log_new, VALIDATIONS_POLL_S, "the scores of validations cannot be read", (PenstockError,)
             ),
             repeated(validated.read_new, VALIDATIONS_POLL_S, "the samples of validations cannot be read"),
-            repeated(silent_servers.forget, SERVERS_POLL_S, "cannot look for servers that have died"),
+            repeated(
+                partial(forget_silent_servers, self.fleet, notices, term.number), SERVERS_POLL_S,
+                "cannot look for servers that have died",
+            ),
         )  # fmt: skip
         tasks = [asyncio.create_task(each) for each in loops]
         training = asyncio.create_task(self._train(steps, validations, validated))

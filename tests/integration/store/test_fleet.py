@@ -11,7 +11,7 @@ from penstock.errors import Fenced
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry, Reported, RunControl, ServerRecord
 from penstock.store.notices import Notices
-from penstock_learner.loop.process import FORGOTTEN_AFTER_S, SilentServers
+from penstock_learner.loop.process import FORGOTTEN_AFTER_S, forget_silent_servers
 
 
 async def test_a_learner_whose_term_has_passed_moves_no_server(
@@ -94,7 +94,7 @@ async def test_a_server_that_died_leaves_the_list_with_a_notice_and_can_come_bac
         await redis_client.hset(fleet.keys.servers, record.server_id, json.dumps(stored))
     await redis_client.hset(fleet.keys.breakers, "dead", "{}")
     for _ in range(2):
-        await SilentServers(fleet, notices, term).forget()
+        await forget_silent_servers(fleet, notices, term)
     assert [server.server_id for server in await fleet.servers()] == ["alive", "silent"]
     assert await redis_client.hgetall(fleet.keys.breakers) == {}
     [notice] = await notices.newest_first()
@@ -102,8 +102,8 @@ async def test_a_server_that_died_leaves_the_list_with_a_notice_and_can_come_bac
     assert notice.text.startswith("dead sent no heartbeat for 15 min and has left the list of servers")
     assert (await fleet.report(dead)).state is None, "it sees that it was forgotten, and joins again"
     await fleet.join(dead)
-    await SilentServers(fleet, notices, term).forget()
+    await forget_silent_servers(fleet, notices, term)
     assert await notices.newest_first() == []
     await queue.take_term(0)
     with pytest.raises(Fenced):
-        await SilentServers(fleet, notices, term).forget()
+        await forget_silent_servers(fleet, notices, term)

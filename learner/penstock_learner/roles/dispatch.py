@@ -25,22 +25,14 @@ from penstock_learner.optim.optimizer import OptimizerStep
 
 Split = Literal["sequences", "copies"]
 Join = Literal["tokens", "sequences", "reports", "ranks"]
+"""`tokens`: a rank returns one number per response token of its micro-batches, and the caller gets [T] numbers in the
+batch's order. `sequences`: the same with one number per sequence. `reports`: a rank takes an optimizer step and returns
+its report; the caller gets an `Update`. `ranks`: the caller gets the list of all ranks' results."""
 JOINS: dict[Split, tuple[Join, ...]] = {"sequences": ("tokens", "sequences", "reports"), "copies": ("ranks",)}
-"""The joins that go with each split."""
+"""The joins that go with each split. `sequences`: each rank gets a RankShard in place of the batch, its first argument.
+`copies`: all get the same."""
 _ATTRIBUTE = "__penstock_dispatch__"
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class Dispatch:
-    """The declaration of one method."""
-
-    split: Split
-    """`sequences`: each rank gets a RankShard in place of the batch, its first argument. `copies`: all get the same."""
-    join: Join
-    """`tokens`: a rank returns one number per response token of its micro-batches, and the caller gets [T] numbers in
-    the batch's order. `sequences`: the same with one number per sequence. `reports`: a rank takes an optimizer step
-    and returns its report; the caller gets an `Update`. `ranks`: the caller gets the list of all ranks' results."""
 
 
 def dispatched(*, split: Split = "sequences", join: Join = "tokens") -> Callable[[MethodT], MethodT]:
@@ -49,16 +41,16 @@ def dispatched(*, split: Split = "sequences", join: Join = "tokens") -> Callable
         raise ValueError(f"split {split!r} cannot be joined by {join!r}; choose {' or '.join(JOINS.get(split, ()))}")
 
     def declare(method: MethodT) -> MethodT:
-        setattr(method, _ATTRIBUTE, Dispatch(split, join))
+        setattr(method, _ATTRIBUTE, join)
         return method
 
     return declare
 
 
-def declarations(worker: type) -> dict[str, Dispatch]:
-    """The declared methods of a worker class, by name. A method that overrides a declared one keeps its declaration,
+def declarations(worker: type) -> dict[str, Join]:
+    """The joins of a worker class's declared methods, by name. A method that overrides a declared one keeps its join,
     unless it has its own."""
-    found: dict[str, Dispatch] = {}
+    found: dict[str, Join] = {}
     for base in reversed(worker.__mro__):
         for name, member in vars(base).items():
             if (own := getattr(member, _ATTRIBUTE, None)) is not None:

@@ -28,7 +28,7 @@ from penstock_learner.crash_points import crash_point
 from penstock_learner.model.architectures import prefix_sharing_roles
 from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.rendezvous import open_store
-from penstock_learner.roles.dispatch import Dispatch, declarations
+from penstock_learner.roles.dispatch import Join, declarations
 
 logger = logging.getLogger(__name__)
 ORPHAN_S = 300.0
@@ -106,7 +106,7 @@ class Rank:
         freeze_loaded_objects()
         self.is_up = True
 
-    def declarations(self) -> dict[str, Dispatch]:
+    def declarations(self) -> dict[str, Join]:
         return declarations(type(self))
 
     def prefix_sharing_roles(self) -> frozenset[str]:

@@ -40,7 +40,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, Fenced, PenstockError, ProcessDied, RoleDied
 from penstock.user_code import load_object
 from penstock_learner.metrics import LearnerMetrics
-from penstock_learner.roles.dispatch import Dispatch, declarations
+from penstock_learner.roles.dispatch import Join, declarations
 from penstock_learner.roles.profiling import runtime_environment
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ class RoleGroup:
         self.num_sets = 0
         self.is_up = False
         """Whether the newest set was started completely. Its ranks may have died since."""
-        self.declarations: dict[str, Dispatch] = {}
+        self.declarations: dict[str, Join] = {}
         """The methods that steps may call, as the ranks declare them."""
 
     @property

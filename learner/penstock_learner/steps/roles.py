@@ -117,28 +117,28 @@ class Role:
             self._calls.running.remove(title)
 
     async def _call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        declared = self._group.declarations.get(method)
-        if declared is None:
+        join = self._group.declarations.get(method)
+        if join is None:
             known = ", ".join(self._group.declarations) or "none"
             raise ConfigError(f"the {self.name} role has no method {method!r} for steps; its methods are: {known}")
-        if declared.split == "copies":
+        if join == "ranks":
             return await self._call_ranks(method, [arguments] * self._group.num_ranks)
         batch, *others = arguments
         if not isinstance(batch, SequenceBatch):
             raise ConfigError(f"{self.name}.{method} takes a batch first, not a {type(batch).__name__}")
         if batch.num_sequences == 0:
-            if declared.join == "reports":
+            if join == "reports":
                 raise ConfigError(f"{self.name}.{method} was called with a batch without sequences; omit the call")
             return np.zeros(0, dtype=np.float32)
         shards, num_sharing = self._access.shards(self.name, self._group.num_ranks, batch)
         calls = [(shard, *others) for shard in shards for _ in range(num_sharing)]
-        if declared.join == "reports":
+        if join == "reports":
             self._require_proximal(method, batch)
             self._calls.update_started = self._calls.update_started or time.monotonic()
         results = (await self._call_ranks(method, calls))[::num_sharing]
-        if declared.join in ("tokens", "sequences"):
-            self._check_sizes(method, declared.join, results, shards)
-            return unpermute(results, shards, batch, by_token=declared.join == "tokens")
+        if join in ("tokens", "sequences"):
+            self._check_sizes(method, join, results, shards)
+            return unpermute(results, shards, batch, by_token=join == "tokens")
         update = Update(self.name, batch, shards, results)
         self._calls.updates.append(update)
         return update

@@ -22,8 +22,8 @@ from penstock.v1 import generate_pb2_grpc
 from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.tool_calls import ToolCallParser, parse_hermes
-from penstock_rollout.agents.tools import Tool, Toolbox
-from penstock_rollout.agents.transcript import AgentContext
+from penstock_rollout.agents.tools import Tool
+from penstock_rollout.agents.transcript import AgentContext, Toolbox
 from penstock_rollout.engines.engine import EngineStats, GenerateRequest, TokenChunk
 from penstock_rollout.fleet.membership import make_listener
 from penstock_rollout.metrics import RolloutMetrics

@@ -33,7 +33,8 @@ from penstock.errors import ConfigError, one_line
 from penstock.user_code import load_object
 from penstock_rollout.agents.builtin_tools import ProgramTool, RetrievalTool
 from penstock_rollout.agents.interactions import Interaction, InteractionAnswer, recordable
-from penstock_rollout.agents.tools import Tool, ToolAnswer, Toolbox
+from penstock_rollout.agents.tools import Tool, ToolAnswer
+from penstock_rollout.agents.transcript import Toolbox
 from penstock_rollout.rewards.rules import gsm8k
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -36,8 +36,8 @@ from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import Interaction, InteractionSession
 from penstock_rollout.agents.mcp import McpConnection
 from penstock_rollout.agents.tool_calls import MalformedCall, ToolCall, ToolCallParser, find_parser
-from penstock_rollout.agents.tools import SET_TOOLS, Tool, ToolAnswer, Toolbox, ToolError, tools_kwargs
-from penstock_rollout.agents.transcript import AgentContext, AgentLoop, Transcript, Turn, uses_tools
+from penstock_rollout.agents.tools import SET_TOOLS, Tool, ToolAnswer, ToolError, tools_kwargs
+from penstock_rollout.agents.transcript import AgentContext, AgentLoop, Toolbox, Transcript, Turn, uses_tools
 from penstock_rollout.tokenization import Tokenization
 
 

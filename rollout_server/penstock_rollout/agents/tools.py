@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import InvalidInput
 
 ToolAnswer = tuple[str, float, dict[str, float]]
 """Text for the model, reward of the call, and numbers to record."""
@@ -64,33 +63,6 @@ class Tool:
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Free the instance."""
-
-
-@dataclass(frozen=True)
-class Toolbox:
-    """The tools of a server, or the tools that one prompt may use."""
-
-    tools: dict[str, Tool] = field(default_factory=dict)
-
-    @property
-    def schemas(self) -> list[dict[str, Any]]:
-        return [tool.tool_schema for tool in self.tools.values()]
-
-    def add(self, tool: Tool, place: str) -> None:
-        """Offer one more tool. `place` says where it is declared, for the error message."""
-        if tool.name in self.tools:
-            raise ConfigError(f"{place}: a tool {tool.name!r} was declared already; give it another name")
-        self.tools[tool.name] = tool
-
-    def offered(self, extra_info: Mapping[str, Any]) -> Toolbox:
-        """The tools that a prompt may use: all of them, or with `need_tools_kwargs` the ones in `tools_kwargs`."""
-        kwargs = tools_kwargs(extra_info)
-        if unknown := sorted(set(kwargs) - set(self.tools)):
-            known = f"tools: {', '.join(self.tools)}" if self.tools else SET_TOOLS
-            raise InvalidInput("extra_info.tools_kwargs", f"there is no tool {unknown[0]!r}; {known}")
-        if not extra_info.get("need_tools_kwargs"):
-            return self
-        return Toolbox({name: tool for name, tool in self.tools.items() if name in kwargs})
 
 
 def tools_kwargs(extra_info: Mapping[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:

@@ -12,22 +12,49 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
 
 from penstock.config.rollout import AgentsConfig
-from penstock.errors import PenstockError
+from penstock.errors import ConfigError, InvalidInput, PenstockError
 from penstock.trajectory import ExpertIds, FinishReason, Prompt, Sampling, VersionSegment
 from penstock_rollout.agents.episode import Episode
 from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.saved_samples import SampleProgress
 from penstock_rollout.agents.tool_calls import ToolCallParser
-from penstock_rollout.agents.tools import Toolbox
+from penstock_rollout.agents.tools import SET_TOOLS, Tool, tools_kwargs
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.tokenization import Message, Tokenization
+
+
+@dataclass(frozen=True)
+class Toolbox:
+    """The tools of a server, or the tools that one prompt may use."""
+
+    tools: dict[str, Tool] = field(default_factory=dict)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        return [tool.tool_schema for tool in self.tools.values()]
+
+    def add(self, tool: Tool, place: str) -> None:
+        """Offer one more tool. `place` says where it is declared, for the error message."""
+        if tool.name in self.tools:
+            raise ConfigError(f"{place}: a tool {tool.name!r} was declared already; give it another name")
+        self.tools[tool.name] = tool
+
+    def offered(self, extra_info: Mapping[str, Any]) -> Toolbox:
+        """The tools that a prompt may use: all of them, or with `need_tools_kwargs` the ones in `tools_kwargs`."""
+        kwargs = tools_kwargs(extra_info)
+        if unknown := sorted(set(kwargs) - set(self.tools)):
+            known = f"tools: {', '.join(self.tools)}" if self.tools else SET_TOOLS
+            raise InvalidInput("extra_info.tools_kwargs", f"there is no tool {unknown[0]!r}; {known}")
+        if not extra_info.get("need_tools_kwargs"):
+            return self
+        return Toolbox({name: tool for name, tool in self.tools.items() if name in kwargs})
 
 
 @dataclass(frozen=True)

@@ -144,27 +144,20 @@ def _check_call(function: RewardFunction, names: Sequence[str], kwargs: Mapping[
         raise ConfigError(f"{where} cannot be called with {wanted} by name: {error}") from error
 
 
-def read_score(result: Any) -> SampleScore:
-    """The score of one response in what a reward function or a reward service returned. Raises ValueError. Its answer
-    is `pred` of a mapping, if that is a text. Validations take the majority of these answers."""
-    reward, parts = normalise_score(result)
-    found = result.get("pred") if isinstance(result, Mapping) else None
-    answer = found if isinstance(found, str) else None
-    return SampleScore(reward, parts, answer=answer, placed=tuple(read_placed(result)))
-
-
 def _plain(value: Any) -> Any:
     """The Python number in a 0-d array or tensor, such as numpy's bool, which is not a number for Python."""
     return value.item() if getattr(value, "shape", None) == () else value
 
 
-def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
-    """Convert the return value of a reward function to a finite score and its parts. Accepts the same as verl: a
-    number, a mapping with `score`, or a sequence that starts with the number. The scores of turns, tokens and places of
-    the text in a mapping are added. Other values that are not finite numbers are skipped, for example a predicted text.
-    Raises WrongScore if the score itself is not a number that can be trained on."""
+def read_score(score: Any) -> SampleScore:
+    """The finite score of one response and its parts, from what a reward function or service returned. Accepts the same
+    as verl: a number, a mapping with `score`, or a sequence that starts with the number. The scores of turns, tokens
+    and places of the text in a mapping are added. Other values that are not finite numbers are skipped. The answer is
+    `pred`, if that is a text; validations take the majority of these answers. Raises ValueError, which is a WrongScore
+    if the score itself is not a number that can be trained on."""
     parts: dict[str, float] = {}
-    placed = sum(one.score for one in read_placed(score))
+    answer: str | None = None
+    placed = read_placed(score)
     if isinstance(score, Mapping):
         if "score" not in score and not any(key in score for key in KINDS):
             raise WrongScore("the reward function returned a mapping without `score`")
@@ -173,6 +166,7 @@ def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
             for key, value in ((key, _plain(value)) for key, value in score.items())
             if isinstance(value, Real) and is_reward(cast(float, value))
         }
+        answer = found if isinstance(found := score.get("pred"), str) else None
         score = score.get("score", 0.0)
     elif isinstance(score, Sequence) and not isinstance(score, str) and score:
         score = score[0]
@@ -181,12 +175,12 @@ def normalise_score(score: Any) -> tuple[float, dict[str, float]]:
     if isinstance(score, str):
         raise WrongScore(f"the reward function returned the text {score[:40]!r}, not a number")
     try:
-        reward = float(score) + placed
+        reward = float(score) + sum(one.score for one in placed)
     except (TypeError, ValueError, OverflowError) as error:
         raise WrongScore(f"the reward function returned a {type(score).__name__}, not a number") from error
     if not is_reward(reward):
         raise WrongScore(f"the reward function returned {reward:g}, which is not a number {RANGE}")
-    return reward, parts
+    return SampleScore(reward, parts, answer=answer, placed=tuple(placed))
 
 
 Settings = dict[str, Any]

@@ -24,7 +24,7 @@ from penstock.weights.transports import TensorShape, build_manifest, check_manif
 from penstock_learner.checkpoints import TRAINER_FILE, CheckpointStore, read_state
 from penstock_learner.term import Ledger, TrainerState
 from penstock_rollout.agents.tool_calls import TOOL_FORMATS, MalformedCall, ToolCall
-from penstock_rollout.rewards.function import normalise_score
+from penstock_rollout.rewards.function import read_score
 from penstock_rollout.rewards.rules import exact_match, gsm8k, regex
 from support.fuzzing import BUDGETS, damaged, json_values, try_examples
 from support.groups import make_group
@@ -224,7 +224,7 @@ def test_a_tool_call_is_parsed_or_malformed(num_examples: int, name: str) -> Non
 def test_a_reward_is_finite_in_float32_or_refused(num_examples: int) -> None:
     def check(score: Any) -> None:
         try:
-            reward, parts = normalise_score(score)
+            reward, parts, *_ = read_score(score)
         except ValueError:
             return
         assert np.isfinite(np.float32(reward)) and all(math.isfinite(part) for part in parts.values())

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock_rollout.rewards.function import PlacedScore, normalise_score, place_scores, read_placed
+from penstock_rollout.rewards.function import PlacedScore, place_scores, read_placed, read_score
 
 
 def test_lists_and_mappings_are_read_and_added_to_the_score() -> None:
@@ -18,9 +18,9 @@ def test_lists_and_mappings_are_read_and_added_to_the_score() -> None:
         "text_scores": [[7, 0.125]],
     }
     assert read_placed(result) == [("turn", 0, 0.5), ("turn", 1, -0.25), ("token", 3, 2.0), ("text", 7, 0.125)]
-    assert normalise_score(result) == (3.375, {"score": 1.0})
-    assert normalise_score({"turn_scores": np.array([1.0, 2.0])}) == (3.0, {})
-    assert normalise_score({"score": 2.0}) == (2.0, {"score": 2.0}) and read_placed(1.0) == []
+    assert read_score(result)[:2] == (3.375, {"score": 1.0})
+    assert read_score({"turn_scores": np.array([1.0, 2.0])})[:2] == (3.0, {})
+    assert read_score({"score": 2.0})[:2] == (2.0, {"score": 2.0}) and read_placed(1.0) == []
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_lists_and_mappings_are_read_and_added_to_the_score() -> None:
 )
 def test_what_is_not_a_score_fails_the_reward(result: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        normalise_score(result)
+        read_score(result)
 
 
 def test_scores_are_placed_on_tokens_that_the_model_wrote() -> None:

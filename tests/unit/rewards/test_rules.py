@@ -12,13 +12,13 @@ import torch
 
 from penstock.config.rollout import Gsm8kReward, MathReward, RegexReward, Reward, RewardConfig
 from penstock.errors import ConfigError
-from penstock_rollout.rewards.function import WrongScore, build, normalise_score
+from penstock_rollout.rewards.function import WrongScore, build, read_score
 from penstock_rollout.rewards.scorer import RewardChoice
 
 
 def score(reward: Reward, solution: str, ground_truth: Any) -> float:
     settings = json.loads(RewardChoice(RewardConfig()).settings_json(reward))
-    return normalise_score(build(settings)("source", solution, ground_truth, {}))[0]
+    return read_score(build(settings)("source", solution, ground_truth, {}))[0]
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_math_has_a_score_for_wrong_answers() -> None:
     ],
 )
 def test_return_values_that_are_rewards(returned: Any, expected: Any) -> None:
-    assert normalise_score(returned) == expected
+    assert read_score(returned)[:2] == expected
 
 
 def test_parts_may_be_scalars_of_numpy_and_torch() -> None:
     returned = {"score": np.float32(1), "acc": np.bool_(True), "short": torch.tensor(0.5), "all": np.ones(2)}
-    assert normalise_score(returned) == (1.0, {"score": 1.0, "acc": 1.0, "short": 0.5})
+    assert read_score(returned)[:2] == (1.0, {"score": 1.0, "acc": 1.0, "short": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_parts_may_be_scalars_of_numpy_and_torch() -> None:
 )  # fmt: skip
 def test_return_values_that_are_not_rewards_are_refused(returned: Any) -> None:
     with pytest.raises(WrongScore, match="returned"):
-        normalise_score(returned)
+        read_score(returned)
 
 
 @pytest.mark.parametrize(("returned", "said"), [
@@ -157,7 +157,7 @@ def test_return_values_that_are_not_rewards_are_refused(returned: Any) -> None:
 ])  # fmt: skip
 def test_what_was_returned_is_named(returned: Any, said: str) -> None:
     with pytest.raises(WrongScore, match=re.escape(said)):
-        normalise_score(returned)
+        read_score(returned)
 
 
 # ── which reward a data source gets ──

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.config.rollout import RewardConfig
-from penstock_rollout.rewards.function import build, normalise_score, read_score
+from penstock_rollout.rewards.function import build, read_score
 from penstock_rollout.rewards.scorer import RewardChoice
 from support.confinements import needs_sandbox
 
@@ -108,7 +108,7 @@ def result(data_source: str, solution: str, ground_truth: Any) -> Any:
 
 @pytest.mark.parametrize(("data_source", "solution", "ground_truth", "expected"), CASES)
 def test_the_number_is_verls(data_source: str, solution: str, ground_truth: Any, expected: float) -> None:
-    assert normalise_score(result(data_source, solution, ground_truth))[0] == pytest.approx(expected, abs=1e-12)
+    assert read_score(result(data_source, solution, ground_truth))[0] == pytest.approx(expected, abs=1e-12)
 
 
 def test_dapo_says_what_it_has_read() -> None:

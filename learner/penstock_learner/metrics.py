@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -88,60 +89,56 @@ class LearnerMetrics:
     """All metrics of the learner controller, on their own registry. Known label values start at 0."""
 
     def __init__(self, registry: CollectorRegistry, placement: str) -> None:
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"{PREFIX}_{name}", text, labels, registry=registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"{PREFIX}_{name}", text, labels, registry=registry)
-
-        def seconds(name: str, text: str, *labels: str) -> Histogram:
-            return Histogram(f"{PREFIX}_{name}", text, labels, registry=registry, buckets=LONG_SECONDS)
-
+        gauge = partial(Gauge, namespace=PREFIX, registry=registry)
+        counter = partial(Counter, namespace=PREFIX, registry=registry)
+        seconds = partial(Histogram, namespace=PREFIX, registry=registry, buckets=LONG_SECONDS)
         self.registry = registry
-        gauge("build_info", "Always 1.", "placement", "version").labels(placement, __version__).set(1)
+        gauge("build_info", "Always 1.", ["placement", "version"]).labels(placement, __version__).set(1)
         self.steps = counter("learner_steps", "Optimizer steps.")
         self.num_steps = gauge("learner_num_steps", "`learner.num_steps`.")
         self.step_seconds = seconds("learner_step_duration_seconds", "One step, with the wait for its batch.")
-        self.phase_seconds = counter("learner_phase_seconds", "Time by phase of a step.", "phase")
+        self.phase_seconds = counter("learner_phase_seconds", "Time by phase of a step.", ["phase"])
         self.compute_seconds = counter(
             "learner_compute_seconds", "Time of forward, backward and optimizer on the policy's ranks."
         )
-        self.tokens = counter("learner_tokens", "Tokens of trained sequences.", "kind")
+        self.tokens = counter("learner_tokens", "Tokens of trained sequences.", ["kind"])
         self.mfu = gauge("learner_mfu_ratio", "Model FLOPs over the peak of the devices; 0 if it is not known.")
-        self.memory_peak = gauge("learner_memory_peak_bytes", "Peak memory of a policy rank.", "rank")
+        self.memory_peak = gauge("learner_memory_peak_bytes", "Peak memory of a policy rank.", ["rank"])
         self.last_step = gauge("learner_last_step_timestamp_seconds", "When the last step ended.")
-        self.version = gauge("policy_version", "Newest published version.", "component")
+        self.version = gauge("policy_version", "Newest published version.", ["component"])
         self.staleness = CountedHistogram(
             f"{PREFIX}_trajectory_staleness_versions", "Versions from a group's oldest token to its training.",
             (0, 1, 2, 3, 4, 6, 8, 12, 16, 32), registry,
         )  # fmt: skip
-        self.reward = gauge("reward_mean", "Mean reward of `env` in the last batch that had it.", "env")
-        self.reward_part = gauge("reward_part_mean", "Mean of a part of the reward in the last batch with it.", "part")
+        self.reward = gauge("reward_mean", "Mean reward of `env` in the last batch that had it.", ["env"])
+        self.reward_part = gauge(
+            "reward_part_mean", "Mean of a part of the reward in the last batch with it.", ["part"]
+        )
         self.reward_parts: set[str] = set()
         """Parts that have a series. Their number is limited, because a reward function chooses the names."""
         self.skipped = counter("learner_nonfinite_steps", "Steps skipped for a non-finite loss or gradient.")
-        self.role_restarts = counter("learner_role_restarts", "Restarts of a role after a rank died or hung.", "role")
+        self.role_restarts = counter("learner_role_restarts", "Restarts of a role after a rank died or hung.", ["role"])
         self.quarantines = counter(
             "learner_quarantines", "Servers put into quarantine because their log-probs disagreed."
         )
-        self.loss = gauge("algo_loss", "Loss: `policy`; `kl`, with its coefficient; `value`, with a critic.", "term")
-        self.kl = gauge("algo_kl_nats", "Mean KL per trained token against a policy.", "against")
-        self.clip = gauge("algo_clip_ratio", "Share of trained tokens clipped, `low` and `high`.", "side")
+        self.loss = gauge("algo_loss", "Loss: `policy`; `kl`, with its coefficient; `value`, with a critic.", ["term"])
+        self.kl = gauge("algo_kl_nats", "Mean KL per trained token against a policy.", ["against"])
+        self.clip = gauge("algo_clip_ratio", "Share of trained tokens clipped, `low` and `high`.", ["side"])
         self.importance_ratio = CountedHistogram(
             f"{PREFIX}_algo_importance_ratio", "Policy over behaviour policy at trained tokens.", RATIO_EDGES,
             registry,
         )  # fmt: skip
         self.algorithm = {key: gauge(name, text) for key, (name, text) in _ALGORITHM_GAUGES.items()}
         self.server_mismatch = gauge(
-            "algo_server_logprob_mismatch_nats", "Difference of log-probs on the samples compared last.", "server"
+            "algo_server_logprob_mismatch_nats", "Difference of log-probs on the samples compared last.", ["server"]
         )
         self.server_limit = gauge(
-            "algo_server_logprob_limit_nats", "Difference beyond which a server disagrees.", "server"
+            "algo_server_logprob_limit_nats", "Difference beyond which a server disagrees.", ["server"]
         )
         self._compared_servers: set[str] = set()
-        self.sync_seconds = seconds("weight_sync_duration_seconds", "A push by phase.", "transport", "phase")
+        self.sync_seconds = seconds("weight_sync_duration_seconds", "A push by phase.", ["transport", "phase"])
         self.sync_bytes = counter("weight_sync_bytes", "Bytes of committed pushes, over all servers.")
-        self.syncs = counter("weight_syncs", "Servers and versions by the result of a push.", "result")
+        self.syncs = counter("weight_syncs", "Servers and versions by the result of a push.", ["result"])
         self.sync_success = gauge("weight_sync_last_success_timestamp_seconds", "Last push that a server committed.")
         self.disk = DiskGauges(registry)
         HostMemoryGauges(registry)
@@ -155,7 +152,7 @@ class LearnerMetrics:
             "checkpoint_upload_failures", "Failed calls of the object store, with those that were retried."
         )
         self.recovery_seconds = seconds(
-            "recovery_duration_seconds", "From the last heartbeat before a crash to the next step.", "component"
+            "recovery_duration_seconds", "From the last heartbeat before a crash to the next step.", ["component"]
         )
         known: dict[Counter | Histogram, tuple[str, ...]] = {
             self.phase_seconds: PHASES, self.tokens: ("prompt", "response"), self.role_restarts: ROLES,

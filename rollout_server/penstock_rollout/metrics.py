@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily
@@ -17,28 +18,23 @@ class RolloutMetrics:
     """The metrics, registered with `registry`. Labels whose values are known in advance start at 0."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(f"{PREFIX}_{name}", text, labels, registry=registry)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"{PREFIX}_{name}", text, labels, registry=registry)
+        gauge = partial(Gauge, namespace=PREFIX, registry=registry)
+        counter = partial(Counter, namespace=PREFIX, registry=registry)
+        histogram = partial(Histogram, namespace=PREFIX, registry=registry)
 
         def counted(name: str, text: str, buckets: Sequence[float]) -> CountedHistogram:
             return CountedHistogram(f"{PREFIX}_{name}", text, buckets, registry)
 
-        def histogram(name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
-            return Histogram(f"{PREFIX}_{name}", text, labels, registry=registry, buckets=buckets)
-
         self.registry = registry
         HostMemoryGauges(registry)
-        self.info = gauge("rollout_info", "Always 1.", "server", "engine")
-        self.produced = counter("groups_produced", "Groups accepted by the queue, by data source.", "env")
-        self.trajectories = counter("trajectories_produced", "Samples scored, also of evaluations.", "env")
-        self.version = gauge("policy_version", "Version served.", "component")
+        self.info = gauge("rollout_info", "Always 1.", ["server", "engine"])
+        self.produced = counter("groups_produced", "Groups accepted by the queue, by data source.", ["env"])
+        self.trajectories = counter("trajectories_produced", "Samples scored, also of evaluations.", ["env"])
+        self.version = gauge("policy_version", "Version served.", ["component"])
         self.pinned = gauge("policy_pinned", "1 while an operator or a validation holds the server at a version.")
         self.inflight = gauge("rollout_inflight", "Prompts leased and being worked on.")
         self.outbox = gauge("rollout_outbox_groups", "Accepted groups that no checkpoint covers yet.")
-        self.paused = counter("rollout_paused_seconds", "Time during which decoding was paused.", "reason")
+        self.paused = counter("rollout_paused_seconds", "Time during which decoding was paused.", ["reason"])
         self.episode_seconds = counted(
             "rollout_episode_duration_seconds", "Time of one group, from lease to append.", LONG_SECONDS
         )
@@ -51,12 +47,12 @@ class RolloutMetrics:
             "trajectory_version_span", "Newest minus oldest version of a trajectory.", (0, 1, 2, 3, 4, 6, 8, 12, 16)
         )
         self.turns = counted("rollout_turns", "Assistant turns of a sample.", (1, 2, 3, 4, 6, 8, 16, 32))
-        self.tool_calls = counter("tool_calls", "Tool calls.", "tool", "result")
-        self.tool_seconds = histogram("tool_duration_seconds", "One tool call.", SHORT_SECONDS)
+        self.tool_calls = counter("tool_calls", "Tool calls.", ["tool", "result"])
+        self.tool_seconds = histogram("tool_duration_seconds", "One tool call.", buckets=SHORT_SECONDS)
         self.concurrency_limit = gauge("rollout_concurrency_limit", "Groups that may be generated at once.")
         self.reward_seconds = counted("reward_duration_seconds", "Scoring one group.", SHORT_SECONDS)
-        self.reward_errors = counter("reward_errors", "Rewards that failed.", "kind")
-        self.failures = counter("rollout_failures", "Prompts given back, by kind of error.", "reason")
+        self.reward_errors = counter("reward_errors", "Rewards that failed.", ["kind"])
+        self.failures = counter("rollout_failures", "Prompts given back, by kind of error.", ["reason"])
         self.saved_tokens = counter("rollout_saved_tokens", "Tokens of unfinished groups that were saved in Redis.")
         self.continued_tokens = counter(
             "rollout_continued_tokens", "Tokens that another lease had saved and this one continued."
@@ -65,12 +61,13 @@ class RolloutMetrics:
             "rollout_regenerated_tokens",
             "Tokens of other leases that are generated again: too old to be continued, or lost with a server (an "
             "estimate).",
-            "reason",
+            ["reason"],
         )
         self.append_wait = counter("rollout_append_wait_seconds", "Time spent waiting for room in the queue.")
         self.recovery_seconds = histogram(
-            "recovery_duration_seconds", "From the end of serving to the next serving.", LONG_SECONDS, "component"
-        )
+            "recovery_duration_seconds", "From the end of serving to the next serving.", ["component"],
+            buckets=LONG_SECONDS,
+        )  # fmt: skip
         self.generating = GeneratingSeconds()
         registry.register(self.generating)
         self.paused.labels("weights")

@@ -126,7 +126,7 @@ class InstantEngine:
 
     def __init__(self) -> None:
         self.load = self._load = SimpleNamespace(num_generated_tokens=0, waiting_requests=0, kv_cache_usage=0.0)
-        self.llm = self._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
+        self._llm = SimpleNamespace(output_processor=SimpleNamespace(request_states={}))
 
     async def generate(self, request: Any) -> AsyncIterator[Any]:
         from penstock.trajectory import VersionSegment

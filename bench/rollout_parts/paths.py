@@ -233,7 +233,7 @@ class Paths:
 
     def _stats(self) -> EngineStats:
         """Statistics that include requests which bypass the server."""
-        waiting, running = self.engine.load.waiting_requests, len(self.engine.llm.output_processor.request_states)
+        waiting, running = self.engine.load.waiting_requests, len(self.engine._llm.output_processor.request_states)
         return EngineStats(running - waiting, waiting, self.engine.load.kv_cache_usage)
 
     async def _until(self, condition: Callable[[], bool], what: str) -> None:
@@ -262,7 +262,7 @@ class Paths:
         """Measure AsyncLLM.generate, called as a script would call it."""
         from vllm.inputs.engine import tokens_input
 
-        llm = self.engine.llm
+        llm = self.engine._llm
         stop_ids = list(stop_token_ids(self.folder))
         requests = self._requests(self.load.prompts(self.vocab_size, next(self._seeds)))
 
@@ -296,7 +296,7 @@ class Paths:
 
     async def _until_idle(self) -> None:
         """Wait until the engine is empty. Requests that still ran when a window ended were aborted."""
-        states = self.engine.llm.output_processor.request_states
+        states = self.engine._llm.output_processor.request_states
         await self._until(lambda: not states and not self.producer.num_running, "an engine that is empty")
 
     async def _train(self) -> None:

@@ -279,5 +279,5 @@ async def start_engine(
         await engine.start(policy_version=5)
     if kind == "vllm-compared-stamps":
         assert isinstance(engine, vllm_engine.VllmEngine)
-        await engine.llm.engine_core.set_weight_version_async("5")
+        await engine._llm.engine_core.set_weight_version_async("5")
     return Served(engine, load_model(folder))

@@ -86,11 +86,6 @@ class VllmEngine(Engine):
         self._llm: Any = None
         self._stamps: VersionStamps
 
-    @property
-    def llm(self) -> Any:
-        """vLLM's AsyncLLM, None while the engine does not run. For benchmarks, which call it without Penstock."""
-        return self._llm
-
     async def start(self, policy_version: int) -> None:
         self._read_folder()
         core_process = [self._standby.when_ready] if self._standby is not None else []

@@ -65,10 +65,6 @@ def _json_turn(text: str) -> int:
     return 0 if is_call else len(text)
 
 
-def _first_brace(text: str) -> int:
-    return text.find("{") if "{" in text else len(text)
-
-
 SYNTAXES = {
     "hermes": CallSyntax(
         '<tool_call>\n{"name": %s, "arguments": ', "}\n</tool_call>", separator="\n", trigger="<tool_call>",
@@ -79,7 +75,7 @@ SYNTAXES = {
     ),
     "openai": CallSyntax(
         '{"type": "function", "function": {"name": %s, "arguments": ', "}}", separator=", ", trigger='{"tool_calls"',
-        find=_first_brace, before='{"tool_calls": [', after="]}",
+        find=lambda text: text.find("{") if "{" in text else len(text), before='{"tool_calls": [', after="]}",
     ),
 }  # fmt: skip
 

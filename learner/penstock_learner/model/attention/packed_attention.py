@@ -390,7 +390,9 @@ def prefix_attention(
     if equal:
         attended, log_sums = _rows_forward(_rows(q, equal), _rows(k, equal), _rows(v, equal), scale)
     else:
-        attended, log_sums = _flash_forward(q, k[keys], v[keys], offsets, longest, scale)
+        attended, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+            q, k[keys], v[keys], offsets[0], offsets[1], longest, longest, 0.0, True, False, scale=scale
+        )
     for part in _parts(dense):
         rows, seen = slice(part.first_query, part.end_query), slice(part.first_key, part.end_key)
         other, other_sums = _dense_forward(q[rows], k[seen], v[seen], scale)
@@ -434,15 +436,6 @@ def _parts(dense: Tensor) -> Iterator[DensePart]:
         part = DensePart(*row)
         if part.end_key > part.first_key:
             yield part
-
-
-def _flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    attended, log_sums, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, offsets[0], offsets[1], longest, longest, 0.0, True, False, scale=scale
-    )
-    return attended, log_sums
 
 
 def _dense_forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -302,23 +302,16 @@ def policy_loss(inputs: LossInputs, config: LossConfig) -> LossOutputs:
     return outputs
 
 
-@dataclass(frozen=True)
-class ValueLossOutputs:
-    per_token: Tensor
-    """[T] before aggregation, with the factor 1/2. Exactly 0 at masked-out tokens."""
-    num_clipped: Tensor
-    """Tokens for which the clipped value gave the larger error. Without gradient."""
-
-
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, config: ValueLossConfig
-) -> ValueLossOutputs:
-    """`max((v - ret)^2, (clip(v, v_old - c, v_old + c) - ret)^2) / 2` for each token."""
+) -> tuple[Tensor, Tensor]:
+    """[T] `max((v - ret)^2, (clip(v, v_old - c, v_old + c) - ret)^2) / 2`, exactly 0 at masked-out tokens, and the
+    number of tokens for which the clipped value gave the larger error, without gradient."""
     values, old_values, returns = (apply_mask(tensor, mask) for tensor in (values, old_values, returns))
     clipped = torch.clamp(values, old_values - config.clip, old_values + config.clip)
     error, clipped_error = (values - returns).square(), (clipped - returns).square()
     num_clipped = (mask.bool() & (clipped_error > error)).sum()
-    return ValueLossOutputs(0.5 * torch.maximum(error, clipped_error), num_clipped)
+    return 0.5 * torch.maximum(error, clipped_error), num_clipped
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, mask: Tensor, name: PenaltyName) -> Tensor:

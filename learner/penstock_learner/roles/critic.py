@@ -71,11 +71,11 @@ class CriticWorker(TrainerRank):
         config = self.config.learner.algorithm.value_loss
         mask, sequence_ids = to_device(micro.loss_mask, self.device).bool(), to_device(micro.sequence_ids, self.device)
         old, returns = required_to_device(micro.values, self.device), required_to_device(micro.returns, self.device)
-        outputs = value_loss(self._forward(micro, part), old, returns, mask, config)
-        loss = aggregate(outputs.per_token, mask, sequence_ids, config.aggregation, denominators)
+        per_token, num_clipped = value_loss(self._forward(micro, part), old, returns, mask, config)
+        loss = aggregate(per_token, mask, sequence_ids, config.aggregation, denominators)
         # FSDP averages gradients over ranks. The denominators are global, so the sum is needed.
         (loss * self.world_size).backward()
-        return torch.stack([loss.detach(), outputs.num_clipped.to(loss.dtype)])
+        return torch.stack([loss.detach(), num_clipped.to(loss.dtype)])
 
     def _forward(self, micro: SequenceBatch, part: RankShard) -> torch.Tensor:
         inputs = ModelInputs.of(micro, self.device, tree=tree_of(micro, part, self.model))

@@ -160,9 +160,9 @@ def test_value_loss_takes_the_larger_of_the_two_errors() -> None:
     values = tensor([1.0, 3.0, 0.0, math.nan]).requires_grad_()
     old = tensor([0.8, 1.0, 1.0, math.nan])
     returns = tensor([2.0, 1.0, 0.0, math.inf])
-    outputs = value_loss(values, old, returns, torch.tensor([1, 1, 1, 0]), ValueLossConfig())
-    outputs.per_token.sum().backward()
-    assert outputs.per_token.tolist() == near([0.5 * 1.0**2, 0.5 * 2.0**2, 0.5 * 0.5**2, 0])
-    assert outputs.num_clipped.item() == 1
+    per_token, num_clipped = value_loss(values, old, returns, torch.tensor([1, 1, 1, 0]), ValueLossConfig())
+    per_token.sum().backward()
+    assert per_token.tolist() == near([0.5 * 1.0**2, 0.5 * 2.0**2, 0.5 * 0.5**2, 0])
+    assert num_clipped.item() == 1
     assert values.grad is not None
     assert values.grad.tolist() == near([-1.0, 2.0, 0, 0])

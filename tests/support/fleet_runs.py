@@ -41,12 +41,11 @@ from penstock.store.keys import RunKeys
 from penstock.store.redis_client import connect
 from penstock.trajectory import Group, Prompt, Sampling
 from penstock.v1 import policies_pb2
+from support.processes import LISTING_S
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic"
 POLL_S = 0.1
-LISTING_S = 1.0
-"""How often the descendants of parts are listed. To list them reads every process of the machine."""
 LOG_TAIL = 2500
 NUM_SAMPLES = 4
 T = TypeVar("T")

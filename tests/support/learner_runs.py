@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from penstock.store.redis_client import connect
 from penstock.trajectory import Group
 from penstock_learner.checkpoints import shards_folder
 from support.groups import make_group
+from support.processes import LISTING_S
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4
@@ -135,10 +137,13 @@ def run_learner(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | {"PENSTOCK_CRASH_AT": crash_at}
         )
     descendants: dict[int, psutil.Process] = {}
+    listed_at = -LISTING_S
     try:
         while process.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired, psutil.NoSuchProcess):
-                descendants |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
+                if time.monotonic() > listed_at + LISTING_S:
+                    listed_at = time.monotonic()
+                    descendants |= {p.pid: p for p in psutil.Process(process.pid).children(recursive=True)}
                 if interfere is not None and interfere(list(descendants.values())):
                     interfere = None
                 process.wait(0.2)

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import psutil
 
 POLL_S = 0.1
+LISTING_S = 1.0
+"""How often the descendants of a process are listed while it works. To list them reads every process of the machine."""
 T = TypeVar("T")
 
 
@@ -125,12 +127,14 @@ class DemoProcess:
         return self.process.returncode
 
     def wait_for_step(self, step: int) -> None:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline, listed_at = time.monotonic() + DEADLINE_S, -LISTING_S
         metrics = self.folder / "metrics.jsonl"
         while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= step):
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
-            self.descendants()
+            if time.monotonic() > listed_at + LISTING_S:
+                listed_at = time.monotonic()
+                self.descendants()
             time.sleep(0.1)
 
     def orphans(self) -> list[str]:

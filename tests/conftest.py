@@ -147,7 +147,7 @@ async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis
 
 
 @pytest.fixture
-async def queue(redis_client: redis.Redis) -> RedisReplayQueue:
+def queue(redis_client: redis.Redis) -> RedisReplayQueue:
     """A small queue: 2 groups per step, staleness 1, three attempts."""
     return RedisReplayQueue(
         redis_client, "test", ReplayConfig(groups_per_step=2, max_staleness=1, max_attempts=3, lease_ttl_s=30)

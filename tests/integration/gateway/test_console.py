@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import redis.asyncio as redis
 
 from penstock.api_keys import make_key
 from penstock.codec import decode_group, encode_group, sampling_to_proto
-from penstock.config.service import SessionLimits
+from penstock.config.service import RedisConfig, SessionLimits
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import Sample
@@ -23,13 +24,15 @@ from penstock.sessions.session_store import Reward, SessionStore
 from penstock.sessions.task_store import TaskStore
 from penstock.store.fleet import Fleet, PolicyRegistry, RunControl, ServerRecord
 from penstock.store.notices import Event, Notices
+from penstock.store.redis_client import connect
 from penstock.trajectory import Sampling
 from penstock.v1 import groups_pb2, policies_pb2, sessions_pb2, tasks_pb2
 from support.gateways import LAUNCH, PROMPT, RUN, SCREENSHOTS, Gateway, group_of, needs_chromium, run_config, running
 from support.groups import group_of_samples, write_samples
+from support.redis_server import RedisProcess
 from support.scripted_engines import make_tokenizer_folder, spelled
 
-pytestmark = needs_chromium
+pytestmark = [needs_chromium, pytest.mark.asyncio(loop_scope="module")]  # the browser is of one loop
 
 
 async def fill(queue: RedisReplayQueue, gateway: Gateway, headers: dict[str, str]) -> None:
@@ -71,13 +74,22 @@ async def fill(queue: RedisReplayQueue, gateway: Gateway, headers: dict[str, str
 
 
 @pytest.fixture
-async def secret(tmp_path: Path) -> str:
+def secret(tmp_path: Path) -> str:
     made, key = make_key("browser", "admin")
     (tmp_path / "keys").write_text(key.line)
     return made
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
+async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis]:
+    """The same as in conftest.py, in the loop of this file."""
+    client = connect(RedisConfig(url=redis_process.url))
+    await client.flushdb()
+    yield client
+    await client.aclose()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
 async def gateway(
     redis_process: Any, redis_client: redis.Redis, tmp_path: Path, queue: RedisReplayQueue, secret: str
 ) -> AsyncIterator[Gateway]:
@@ -87,25 +99,33 @@ async def gateway(
         yield started
 
 
-@pytest.fixture
-async def page(gateway: Gateway, secret: str) -> AsyncIterator[Any]:
-    """A page with its key. A request to another host, or an error in a script, fails the test."""
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def browser() -> AsyncIterator[Any]:
+    """One for all tests, because its start takes seconds. Each page has its own storage."""
     from playwright.async_api import async_playwright
 
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(**LAUNCH)
-        made = await browser.new_page(viewport={"width": 1200, "height": 900})
-        made.set_default_timeout(15_000)
-        problems: list[str] = []
-        made.on("pageerror", lambda error: problems.append(str(error)))
-        made.on("request", lambda sent: sent.url.startswith(gateway.url) or problems.append(sent.url))
-        await made.goto(gateway.url)
-        await made.get_by_label("Key", exact=True).fill(secret)
-        await made.get_by_role("button", name="Use key").click()
-        await made.locator("main[data-view=overview]").wait_for()
-        yield made
-        await browser.close()
-        assert problems == []
+        started = await playwright.chromium.launch(**LAUNCH)
+        yield started
+        await started.close()
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def page(gateway: Gateway, secret: str, browser: Any) -> AsyncIterator[Any]:
+    """A page with its key. A request to another host, or an error in a script, fails the test."""
+    made = await browser.new_page(viewport={"width": 1200, "height": 900})
+    made.set_default_timeout(15_000)
+    problems: list[str] = []
+    made.on("pageerror", lambda error: problems.append(str(error)))
+    made.on("request", lambda sent: sent.url.startswith(gateway.url) or problems.append(sent.url))
+    await made.goto(gateway.url)
+    await made.get_by_label("Key", exact=True).fill(secret)
+    await made.get_by_role("button", name="Use key").click()
+    await made.locator("main[data-view=overview]").wait_for()
+    yield made
+    await made.unroute_all(behavior="ignoreErrors")
+    await made.close()
+    assert problems == []
 
 
 async def keep(page: Any, name: str) -> None:
@@ -390,32 +410,30 @@ async def store_session(client: Any) -> None:
     await sessions.close("s", Reward(1.0, {MARKUP: 1.0}), "t")
 
 
-async def test_stored_markup_is_shown_and_not_run(gateway: Gateway, queue: RedisReplayQueue, secret: str) -> None:
+async def test_stored_markup_is_shown_and_not_run(
+    gateway: Gateway, queue: RedisReplayQueue, secret: str, browser: Any
+) -> None:
     """Without the content security policy, so that the views themselves must be right."""
-    from playwright.async_api import async_playwright
-
     gateway.rest.headers["Authorization"] = f"Bearer {secret}"
     await store_markup(queue, gateway)
-    async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(**LAUNCH)
-        page = await browser.new_page(bypass_csp=True)
-        page.set_default_timeout(15_000)
-        foreign: list[str] = []
-        page.on("request", lambda sent: sent.url.startswith(gateway.url) or foreign.append(sent.url))
-        page.on("dialog", lambda dialog: foreign.append(dialog.message))
-        await page.goto(f"{gateway.url}/#key={secret}")
-        for view in ("Overview", "Policies", "Trajectories", "Samples", "Sessions", "Dead letters"):
-            await page.get_by_role("link", name=view).click()
-            await page.locator(f"main[data-view={view.lower().replace(' ', '-')}]").wait_for()
-            await page.evaluate("document.querySelectorAll('main details').forEach(e => { e.open = true; })")
-            if view == "Trajectories":
-                await page.get_by_role("button", name="Prompt 7", exact=True).click()
-                await page.get_by_role("heading", name="Group of prompt 7").wait_for()
-            if view == "Sessions":
-                await page.get_by_role("button", name="s", exact=True).click()
-                await page.get_by_role("heading", name="Session s").wait_for()
-            await page.wait_for_function("document.body.outerHTML.includes('onerror=window.hacked')")
-            made = "[...document.querySelectorAll('#bait, [onerror], [onload], [href^=javascript]')].length"
-            assert await page.evaluate(f"[window.hacked ?? 0, {made}]") == [0, 0], view
-        await browser.close()
+    page = await browser.new_page(bypass_csp=True)
+    page.set_default_timeout(15_000)
+    foreign: list[str] = []
+    page.on("request", lambda sent: sent.url.startswith(gateway.url) or foreign.append(sent.url))
+    page.on("dialog", lambda dialog: foreign.append(dialog.message))
+    await page.goto(f"{gateway.url}/#key={secret}")
+    for view in ("Overview", "Policies", "Trajectories", "Samples", "Sessions", "Dead letters"):
+        await page.get_by_role("link", name=view).click()
+        await page.locator(f"main[data-view={view.lower().replace(' ', '-')}]").wait_for()
+        await page.evaluate("document.querySelectorAll('main details').forEach(e => { e.open = true; })")
+        if view == "Trajectories":
+            await page.get_by_role("button", name="Prompt 7", exact=True).click()
+            await page.get_by_role("heading", name="Group of prompt 7").wait_for()
+        if view == "Sessions":
+            await page.get_by_role("button", name="s", exact=True).click()
+            await page.get_by_role("heading", name="Session s").wait_for()
+        await page.wait_for_function("document.body.outerHTML.includes('onerror=window.hacked')")
+        made = "[...document.querySelectorAll('#bait, [onerror], [onload], [href^=javascript]')].length"
+        assert await page.evaluate(f"[window.hacked ?? 0, {made}]") == [0, 0], view
+    await page.close()
     assert foreign == []

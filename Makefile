@@ -16,8 +16,9 @@ help:  ## list the commands
 demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--learner.lr 1e-4")
 	@$(VENV)/bin/penstock demo $(ARGS)
 
-# These tests start vLLM, which forks from the test process. That process must not have threads yet.
-FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py test_vllm_flips.py)
+# These tests start vLLM, which forks from the test process. That process must not have threads yet. The last ones need its import only.
+FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py test_vllm_flips.py test_vllm_models.py) \
+	tests/unit/rollout/test_vllm_constraints.py
 
 # Tests wait for processes and deadlines about a third of their time, so two cores are busy with three workers.
 WORKERS ?= 3

@@ -36,7 +36,10 @@ settings.load_profile("same")
 
 
 pytest_plugins = ("support.fixtures", "support.faults.matrix_results", "support.quarantine")
-STARTS_VLLM = ("test_engine_conformance.py", "test_engine_load.py", "test_constrained_output.py", "test_vllm_flips.py")
+STARTS_VLLM = (
+    "test_engine_conformance.py", "test_engine_load.py", "test_constrained_output.py", "test_vllm_flips.py",
+    "test_vllm_models.py",
+)  # fmt: skip
 SLOW_FILES = (
     "test_learner_run.py",
     "test_bench_smoke.py",
@@ -56,7 +59,6 @@ SLOW_FILES = (
     "test_chart_processes.py",
     "test_step_variants.py",
     "test_replay_properties.py",
-    "test_vllm_models.py",
     "test_role_group.py",
     "test_scorer.py",
     "test_linearizability.py",

@@ -1,6 +1,4 @@
-"""Loads versions into vLLM's models by its own loader and by learned copies, and prints whether both give the same.
-
-    python -m support.vllm_models FOLDER...
+"""Loads versions into vLLM's models by its own loader and by learned copies, and writes whether both give the same.
 
 On a CPU vLLM packs weights, which no GPU does. Here they are left as they are, so that the models are those of a GPU.
 """
@@ -8,8 +6,10 @@ On a CPU vLLM packs weights, which no GPU does. Here they are left as they are, 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,20 +63,20 @@ def differences(wanted: dict[str, torch.Tensor], found: dict[str, torch.Tensor])
     return f"differ: {', '.join(names)}" if names else ""
 
 
-def main() -> None:
+def report(folders: Sequence[Path], output: Path) -> None:
+    """Write a line for each model. For a process of its own: it changes vLLM and makes a process group."""
+    warnings.simplefilter("default")  # those of pytest are errors
+    torch.set_num_threads(1)  # the threads of a process do not survive a fork
     utils.dispatch_cpu_unquantized_gemm = leave_unpacked
     torch.accelerator.empty_cache = lambda: None  # the loader calls it, and there is none
-    config = EngineArgs(sys.argv[1], dtype="float32", skip_tokenizer_init=True).create_engine_config()
+    config = EngineArgs(str(folders[0]), dtype="float32", skip_tokenizer_init=True).create_engine_config()
     with tempfile.TemporaryDirectory() as meeting, set_current_vllm_config(config):
         init_distributed_environment(1, 0, f"file://{meeting}/ranks", 0, "gloo")
         initialize_model_parallel()
-    for folder in sys.argv[1:]:
-        try:
-            said = compare(folder)
-        except Exception as error:
-            said = f"failed: {error!r}"
-        print(json.dumps([folder, said]), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    with output.open("w") as file:
+        for folder in folders:
+            try:
+                said = compare(str(folder))
+            except Exception as error:
+                said = f"failed: {error!r}"
+            file.write(json.dumps([folder.name, said]) + "\n")

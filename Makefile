@@ -27,7 +27,7 @@ test: setup-dev  ## lint, and at least one case of every feature (what CI checks
 	@$(MAKE) --no-print-directory -j 3 lint-types test-forking test-others lint-style
 
 # No permission stops root, so CI, which is often root, also runs these tests as an ordinary user: private files, folders that cannot be
-# written, the sandbox, and a short demo. Attacks are not among them: that test starts its servers as both users.
+# written, the sandbox, and the demo. Attacks are not among them: that test starts its servers as both users.
 ORDINARY_TESTS := tests/integration/runs/test_doctor.py \
 	$(addprefix tests/unit/learner/checkpoints/test_,checkpoint_store.py damaged_checkpoints.py) \
 	$(addprefix tests/unit/rewards/test_,code_reward.py sandbox.py sandbox_folders.py system_call_numbers.py reward_process.py) \
@@ -40,7 +40,7 @@ test-ordinary: setup-dev  ## the tests for which the user matters, as an ordinar
 	@$(MAKE) --no-print-directory -j 2 demo-ordinary tests-ordinary
 
 demo-ordinary:
-	$(AS_ORDINARY_USER) sh -ec '$(VENV)/bin/penstock demo --learner.num_steps 2 --run_dir "$$HOME/runs"; $(VENV)/bin/python .ci/check-demo "$$HOME"/runs/demo* 2'
+	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -p no:cacheprovider tests/integration/runs/test_demo.py $(ARGS)
 
 tests-ordinary:
 	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -n 2 -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)

@@ -18,6 +18,7 @@ PROGRAMS = sorted(
 )  # fmt: skip
 FOLLOWERS = ("async_sync.py", "gpu/cold_start.py", "gpu/whole_run.py", "soak.py", "trl_demo.py")
 """Programs that start a whole run. In a smoke run they follow a run that the test has started."""
+FINISH_S = 600.0
 NEEDS = {"rollout.py": "vllm"}
 """Packages without which a program measures nothing. Others skip a part, and still write what they measured."""
 IMPORTED = (
@@ -45,7 +46,7 @@ class SmokeRun:
     def finish(self) -> dict[str, Any]:
         """Wait for the end of the program. Its results must have figures and bars."""
         try:
-            code = self.process.wait(200)
+            code = self.process.wait(FINISH_S)
         finally:
             self.end()
         text = self.output.read_text()

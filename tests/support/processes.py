@@ -89,7 +89,8 @@ class SeenStates(list[str]):
 
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 240
+DEADLINE_S = 480
+"""For a start or an end. On a busy machine a start takes minutes."""
 
 
 class DemoProcess:

@@ -36,7 +36,7 @@ def followers(demo: DemoProcess, tmp_path: Path) -> Iterator[list[SmokeRun]]:
         benchmark.end()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("demo", [("--learner.num_steps", "8", "--learner.checkpoint.every_steps", "5")], indirect=True)
 def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess, followers: list[SmokeRun]) -> None:
     """The benchmarks of whole runs follow this one, so that they need not start others."""
@@ -58,6 +58,7 @@ def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess, followers: lis
     assert (demo.folder / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "held-out score" in demo.text()
     assert demo.orphans() == []
+    assert [path.name for path in demo.folder.iterdir() if path.stat().st_mode & 0o077] == [], "its files are private"
     assert groups_by_step(demo.folder) == dict.fromkeys(range(1, 9), 32)
     sample = select(demo.folder, SampleFilter(), 1, "best")[0]
     assert sample.reward == 1.0 and str(sample.ground_truth) in sample.response, sample

@@ -43,7 +43,6 @@ STARTS_VLLM = (
 SLOW_FILES = (
     "test_learner_run.py",
     "test_bench_smoke.py",
-    "test_learner_crashes.py",
     "test_demo.py",
     "test_doc_commands.py",
     "test_live_run.py",

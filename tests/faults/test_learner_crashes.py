@@ -1,4 +1,8 @@
-"""A learner is killed at a named point. Its successor ends in the same state, and no group is trained twice or lost."""
+"""A learner is killed at a named point. Its successor ends in the same state, and no group is trained twice or lost.
+
+In `make test`, test_learner_run.py kills one at `after_flush`, and test_learner_rewinds.py, test_backup.py and
+test_replay_chaos.py kill one without a model at the other points.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from penstock.config.run import RunConfig
 from penstock_learner.crash_points import NAMES
 from support.learner_runs import (
     GROUPS_PER_STEP,
+    KILLED,
     NUM_STEPS,
     Outcome,
     fill_queue,
@@ -27,7 +32,6 @@ from support.learner_runs import (
 from support.object_store import ObjectStore, in_environment, object_store
 from support.redis_server import RedisProcess
 
-KILLED = -9
 LATE = {"after_read": "after_read:3", "mid_step": "mid_step:3"}
 """Every step passes these crash points. The third time comes after a checkpoint."""
 ALL_IN_TURN = (LATE["after_read"], "mid_step", "before_flush", "after_flush", "after_commit")
@@ -93,15 +97,6 @@ def test_a_learner_killed_at_every_point_in_turn_is_continued_exactly(
 ) -> None:
     assert [place.partition(":")[0] for place in ALL_IN_TURN] == list(NAMES)
     check_killed_in_turn(configure(tmp_path, "grpo", "grpo-all-in-turn"), ALL_IN_TURN, grpo[1])
-
-
-@pytest.mark.timeout(1200)  # three learners, and the machine may be busy
-def test_a_learner_killed_before_it_acknowledges_its_checkpoint_is_continued_exactly(
-    tmp_path: Path, configure: Any, grpo: tuple[RunConfig, Outcome]
-) -> None:
-    """test_learner_rewinds.py and test_replay_chaos.py kill a learner without a model at the other points."""
-    _, whole = grpo
-    check_equal(killed_and_continued(configure(tmp_path, "grpo", "grpo-unacknowledged"), "after_flush"), whole)
 
 
 def check_killed_in_turn(config: RunConfig, places: tuple[str, ...], whole: Outcome) -> None:

@@ -32,6 +32,8 @@ from support.processes import LISTING_S
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4
+KILLED = -9
+"""The exit code of a learner that has died at a crash point."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def requests_log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory, requests_log: Path) -> AsyncIterator[Served]:
-    """An engine for the tests that leave it unchanged. It decodes two requests at once."""
+    """An engine for the tests that leave it unchanged, and the last one. It decodes two requests at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAND_IN_REQUESTS", str(requests_log))
         async with serving(tmp_path_factory.mktemp("model"), max_num_seqs=2) as served:
@@ -240,23 +240,6 @@ async def test_a_killed_server_leaves_no_sglang(tmp_path: Path, helper: Path) ->
     await until_gone(child.pid, pid)
 
 
-async def test_death_of_sglang_ends_its_requests_and_is_noticed(tmp_path: Path) -> None:
-    async with serving(tmp_path / "model") as served:
-        silent = asyncio.ensure_future(served.answer((3, 4, 5), LONG))
-        streamed = served.chunks((3, 4, 6), LONG)
-        await anext(streamed)
-        child_of(os.getpid()).kill()
-        async with asyncio.timeout(10):
-            with pytest.raises(Unavailable):
-                [chunk async for chunk in streamed]
-            with pytest.raises(Unavailable):
-                await silent
-            while await is_healthy(served.engine):
-                await asyncio.sleep(0.05)
-        with pytest.raises(Unavailable):
-            await served.answer((3,), LONG)
-
-
 async def is_healthy(engine: SglangEngine) -> bool:
     try:
         await engine.check_health()
@@ -338,4 +321,25 @@ async def test_an_id_can_run_once_at_a_time(served: Served) -> None:
     with pytest.raises(InvalidInput, match="is running already"):
         await anext(served.engine.generate(request))
     await first.aclose()  # type: ignore[attr-defined]
-    await anext(served.engine.generate(request))
+    again = served.engine.generate(request)
+    await anext(again)
+    await again.aclose()  # type: ignore[attr-defined]
+
+
+async def test_death_of_sglang_ends_its_requests_and_is_noticed(served: Served) -> None:
+    """The last test, because it ends the engine of the others."""
+    greedy = Sampling(temperature=0, max_tokens=200)
+    one, other = prompts_of_long_answers(served)
+    silent = asyncio.ensure_future(served.answer(one, greedy))
+    streamed = served.chunks(other, greedy)
+    await anext(streamed)
+    child_of(os.getpid()).kill()
+    async with asyncio.timeout(60):
+        with pytest.raises(Unavailable):
+            [chunk async for chunk in streamed]
+        with pytest.raises(Unavailable):
+            await silent
+        while await is_healthy(served.engine):
+            await asyncio.sleep(0.05)
+    with pytest.raises(Unavailable):
+        await served.answer((3,), LONG)

@@ -45,7 +45,7 @@ def run(words: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def run_here(words: list[str], capsys: pytest.CaptureFixture[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command that starts no engine in this process, which has imported what it needs."""
+    """Run a command in this process, which has imported what it needs."""
     capsys.readouterr()
     try:
         code = cli.main(words[words.index("generate") :])
@@ -128,7 +128,7 @@ def test_answers_hold_what_scoring_and_training_need(
         dataset, output, "--score", "--rollout.reward.function_file", str(ARITHMETIC / "reward.py"),
     )  # fmt: skip
     assert kill_midway(words, tmp_path / "a.parquet.parts", signal.SIGTERM) == 130
-    done = run(words)
+    done = run_here(words, capsys)
     assert done.returncode == 0, done.stderr
     rows = answers(output)
     assert [row["row"] for row in rows] == list(range(NUM_PROMPTS))

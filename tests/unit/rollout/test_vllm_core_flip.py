@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo
 
 from penstock_rollout.engines.vllm.engine import VersionStamps
 from support.vllm_stand_ins import imported_core

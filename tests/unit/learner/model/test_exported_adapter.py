@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -40,6 +39,8 @@ def adapted(lora: LoraConfig, folder: Path = MODEL) -> CausalLM:
 def test_peft_loads_the_adapter_and_computes_as_the_merged_model(
     tmp_path: Path, targets: Any, written: set[str]
 ) -> None:
+    from peft import PeftModel  # takes seconds
+
     model = adapted(LoraConfig(rank=4, alpha=16, target_modules=targets))
     write_adapter(model.lm, MODEL, tmp_path / "adapter", "float32")
     assert {path.name for path in tmp_path.glob("adapter/*")} == {"adapter_config.json", "adapter_model.safetensors"}
@@ -50,7 +51,7 @@ def test_peft_loads_the_adapter_and_computes_as_the_merged_model(
     tokens = torch.tensor([[3, 5, 7, 9]])
     plain = AutoModelForCausalLM.from_pretrained(MODEL)
     before = plain(tokens).logits
-    loaded = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    loaded = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
     merged: Any = AutoModelForCausalLM.from_pretrained(MODEL)
     merge_adapter(model.lm)
     merged.load_state_dict(model.lm.state_dict())

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
 
 from penstock.config.algorithms import KLConfig
 from penstock.config.loading import validate
@@ -54,7 +53,7 @@ def test_an_adapter_that_stays_on_is_an_error_and_not_a_kl_of_zero(
 ) -> None:
     config = validate(with_model({"learner": {"lora": LORA}}, tiny_models["policy"]), "test")
     policy = make_rank(PolicyWorker, config)
-    monkeypatch.setattr(BaseTunerLayer, "disable_adapters", False)
+    monkeypatch.setattr("peft.tuners.tuners_utils.BaseTunerLayer.disable_adapters", False)
     batch = batch_of([make_group(1)])
     with pytest.raises(ConfigError, match=r"peft [\d.]+ does not let the learner switch an adapter off"):
         policy.reference_log_probs(RankShard([batch], [list(range(batch.num_sequences))]))

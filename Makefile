@@ -28,11 +28,14 @@ test: setup-dev  ## lint, and at least one case of every feature (what CI checks
 
 # No permission stops root, so CI, which is often root, also runs these tests as an ordinary user: private files, folders that cannot be
 # written, the sandbox, and the demo. Attacks are not among them: that test starts its servers as both users.
-ORDINARY_TESTS := tests/integration/runs/test_doctor.py \
-	$(addprefix tests/unit/learner/checkpoints/test_,checkpoint_store.py damaged_checkpoints.py) \
+# Nothing in the demo and ORDINARY_ONLY is special to root, so CI as root leaves them to this command (ORDINARY_FOLLOWS=1).
+DEMO_TEST := tests/integration/runs/test_demo.py
+ORDINARY_ONLY := tests/integration/runs/test_doctor.py tests/unit/learner/checkpoints/test_checkpoint_store.py \
+	tests/unit/weights/test_cluster_key.py $(addprefix tests/unit/test_,private_redis.py logs.py init.py open_files.py samples.py)
+ORDINARY_TESTS := $(ORDINARY_ONLY) tests/unit/learner/checkpoints/test_damaged_checkpoints.py \
 	$(addprefix tests/unit/rewards/test_,code_reward.py sandbox.py sandbox_folders.py system_call_numbers.py reward_process.py) \
-	tests/unit/weights/test_cluster_key.py tests/unit/rewards/test_scorer.py::test_ending_a_code_reward_ends_its_programs \
-	$(addprefix tests/unit/test_,private_redis.py logs.py compiled_code.py disk_space.py init.py open_files.py samples.py) \
+	tests/unit/rewards/test_scorer.py::test_ending_a_code_reward_ends_its_programs \
+	$(addprefix tests/unit/test_,compiled_code.py disk_space.py) \
 	--deselect=tests/unit/test_compiled_code.py::test_a_rank_compiles_into_the_folder
 AS_ORDINARY_USER := OMP_NUM_THREADS=1 .ci/as-ordinary-user $(VENV)/bin/python
 
@@ -40,7 +43,7 @@ test-ordinary: setup-dev  ## the tests for which the user matters, as an ordinar
 	@$(MAKE) --no-print-directory -j 2 demo-ordinary tests-ordinary
 
 demo-ordinary:
-	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -p no:cacheprovider tests/integration/runs/test_demo.py $(ARGS)
+	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -p no:cacheprovider $(DEMO_TEST) $(ARGS)
 
 tests-ordinary:
 	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -n 2 -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
@@ -49,7 +52,8 @@ test-forking:
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)
 
 test-others:
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(addprefix --ignore=,$(FORKING_TESTS)) $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		$(addprefix --ignore=,$(FORKING_TESTS) $(if $(ORDINARY_FOLLOWS),$(DEMO_TEST) $(ORDINARY_ONLY))) $(ARGS)
 
 lint: setup-dev  ## ruff, mypy (strict), import-linter
 	@$(MAKE) --no-print-directory -j 2 lint-types lint-style

@@ -90,6 +90,8 @@ class Served:
     leases: list[Lease] = field(default_factory=list)
     """Prompts that were leased and not trained yet."""
     num_steps: int = 0
+    last_page: str = ""
+    """The token of the last page of prompts, as far as they were checked."""
 
     def wait(self, call: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(call, self.loop).result(TIMEOUT_S)
@@ -155,18 +157,22 @@ class Served:
 
     def prompts(self, **query: Any) -> dict[int, Any]:
         """The prompts that are listed, by id."""
+        return self._listed({"page_size": 500, **query})[0]
+
+    def _listed(self, query: dict[str, Any]) -> tuple[dict[int, Any], str]:
+        """The prompts on all pages, and the token of the last one."""
         listed: dict[int, Any] = {}
-        query["page_size"] = 500
         while True:
             page = self.show("list_prompts", query)
             listed |= {record["prompt_id"]: record["prompt"] for record in page["prompts"]}
             if not page["next_page_token"]:
-                return listed
+                return listed, query.get("page_token", "")
             query["page_token"] = page["next_page_token"]
 
     def check_prompts(self) -> None:
         """Every prompt that was submitted is listed, leased and trained as it was sent."""
-        listed = self.prompts()
+        from_last = {"page_token": self.last_page} if self.last_page else {}
+        listed, self.last_page = self._listed({"page_size": 50, **from_last})
         for prompt_id, sent in self.submitted.items():
             assert_shown(sent, listed[prompt_id])
         self.lease()

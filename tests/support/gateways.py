@@ -216,7 +216,8 @@ def assert_problem(response: httpx.Response, status: int, reason: str, field: st
 
 
 CHROMIUM = Path("/usr/bin/chromium")
-LAUNCH: dict[str, Any] = {"executable_path": str(CHROMIUM), "args": ["--no-sandbox"]}
+LAUNCH: dict[str, Any] = {"executable_path": str(CHROMIUM), "args": ["--no-sandbox", "--disable-gpu"]}
+"""Without a GPU, Chromium would emulate one."""
 needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason="no /usr/bin/chromium: apt-get install chromium")
 SCREENSHOTS = os.environ.get("PENSTOCK_SCREENSHOTS")
 """A folder in which to keep screenshots."""

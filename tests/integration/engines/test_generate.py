@@ -112,7 +112,7 @@ def test_shards_and_servers_make_the_answers_of_one_process(
     assert last.returncode == 0 and "50 of 50 prompts, 147 samples" in last.stdout
     assert reproducible(sharded) == reproducible(whole)
 
-    done = run(command(dataset, tmp_path / "servers.parquet", *few, "--servers", "2"))
+    done = run_here(command(dataset, tmp_path / "servers.parquet", *few, "--servers", "2"), capsys)
     assert done.returncode == 0, done.stderr
     assert "50 of 50 prompts, 147 samples" in done.stdout and "with the start of the engines" in done.stdout
     assert reproducible(tmp_path / "servers.parquet") == reproducible(whole)

@@ -103,7 +103,7 @@ async def test_a_feeder_that_is_killed_skips_nothing_and_repeats_nothing(
                 distance = 1 if num_kills < 3 else chance.randint(1, end // 2)
                 wanted_position = min(end, await position_of(queue) + distance)
                 while await position_of(queue) < wanted_position:
-                    await asyncio.sleep(0.001)
+                    await asyncio.sleep(0.005)
                 await asyncio.sleep(chance.uniform(0, 0.01))
                 victim = running.pop(0)
                 victim.kill()

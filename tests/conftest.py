@@ -46,7 +46,6 @@ SLOW_FILES = (
     "test_demo.py",
     "test_doc_commands.py",
     "test_live_run.py",
-    "test_weight_push_faults.py",
     "test_console.py",
     "test_sglang_engine.py",
     "test_feeding.py",

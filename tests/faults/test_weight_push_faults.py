@@ -2,6 +2,10 @@
 
 The tests share one run and need the order of this file. Each leaves two healthy servers, `a` and `b`, and a learner
 that trains. Server `a` is never touched: it must go on, whatever happens to the others.
+
+In `make test`, members without a run do the same: they hang in a push (test_relayed_push.py), are silent and catch up
+(test_unreachable_server.py), are evicted and let in again (test_policy_publication.py, test_membership.py), die in a
+push and join late (test_weight_transports.py).
 """
 
 from __future__ import annotations
@@ -34,10 +38,10 @@ from support.fleet_runs import FleetRun, Move, Part, fleet_config, training_prom
 from support.processes import is_alive
 from support.redis_server import RedisProcess
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.long]
 TOLERANCE = 1e-3
 TORCH = "torch"
-"""The variant of `make test`: shared memory, as in `shm`, and the engine that starts soonest. The others run vLLM."""
+"""Shared memory, as in `shm`, and the engine that starts soonest. The others run vLLM."""
 VARIANTS: dict[str, dict[str, Any]] = {
     TORCH: {"ready_timeout_s": 3},
     "shm": {},
@@ -47,10 +51,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(
-    scope="module",
-    params=[name if name == TORCH else pytest.param(name, marks=pytest.mark.long) for name in VARIANTS],
-)
+@pytest.fixture(scope="module", params=VARIANTS)
 def run(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_process: RedisProcess
 ) -> Iterator[FleetRun]:
@@ -66,7 +67,6 @@ def run(
         yield run
 
 
-@pytest.mark.long
 def test_both_servers_follow_the_learner_while_they_generate(run: FleetRun) -> None:
     run.until_serving("a", "b", above=0, timeout_s=240)
     start = run.current
@@ -108,7 +108,6 @@ def test_a_server_that_hangs_is_evicted_and_returns_with_the_current_version(run
     check_groups(run)
 
 
-@pytest.mark.long  # test_weight_transports.py has members that die in a push and that join late
 @pytest.mark.parametrize("seed", range(4))
 def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRun, seed: int) -> None:
     run.until_serving("a", "b", above=run.current)
@@ -136,7 +135,6 @@ def test_a_server_killed_in_a_push_and_a_new_one_join_as_latecomers(run: FleetRu
     check_groups(run)
 
 
-@pytest.mark.long
 def test_stamps_name_the_weights_and_digests_agree(run: FleetRun) -> None:
     """Trajectories of a single version have the log-probs that Hugging Face computes from the snapshot of that version.
     The digest of the weights that the servers loaded equals that of the publication and that of the snapshot."""
@@ -170,7 +168,6 @@ def test_stamps_name_the_weights_and_digests_agree(run: FleetRun) -> None:
     assert are_apart.count(True) > len(are_apart) / 2, "versions can be told apart"
 
 
-@pytest.mark.long
 def test_a_learner_that_hangs_is_replaced_and_cannot_push_any_more(run: FleetRun) -> None:
     """The learner is suspended during a push. The servers go on serving, and a server that restarts meanwhile loads the
     kept snapshot by itself. A second learner takes over, and then the first one wakes up."""
@@ -219,7 +216,6 @@ def test_a_learner_that_hangs_is_replaced_and_cannot_push_any_more(run: FleetRun
     check_groups(run)
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("seed", range(2))
 def test_a_learner_killed_in_a_push_is_continued_under_a_higher_term(run: FleetRun, seed: int) -> None:
     run.until_serving("a", "b", above=run.current)

@@ -87,7 +87,7 @@ async def running(config: RunConfig) -> AsyncIterator[Gateway]:
     ready: asyncio.Future[tuple[str, int, int]] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     task = asyncio.create_task(serve(config, lambda *address: ready.set_result(address), stop))
-    await asyncio.wait([task, ready], timeout=20, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([task, ready], timeout=120, return_when=asyncio.FIRST_COMPLETED)
     if task.done():
         await task
     host, rest_port, grpc_port = ready.result()
@@ -95,17 +95,17 @@ async def running(config: RunConfig) -> AsyncIterator[Gateway]:
     headers, senders = ({"Authorization": f"Bearer {key}"}, KeySender.interceptors(key)) if key else ({}, [])
     plain: dict[str, Any] = {"trust_env": False, "verify": False}  # there is no TLS, and reading authorities takes long
     async with (
-        httpx.AsyncClient(base_url=f"http://{host}:{rest_port}", timeout=20, headers=headers, **plain) as rest,
+        httpx.AsyncClient(base_url=f"http://{host}:{rest_port}", timeout=60, headers=headers, **plain) as rest,
         grpc.aio.insecure_channel(
             f"{host}:{grpc_port}", options=[("grpc.enable_http_proxy", 0)], interceptors=senders
         ) as channel,
     ):
         yield Gateway(config, rest, channel, rest_port, grpc_port, stop, task)
     stop.set()
-    if not (await asyncio.wait({task}, timeout=20))[0]:
+    if not (await asyncio.wait({task}, timeout=60))[0]:
         pending = "\n".join(sorted(waiting_at(each) for each in asyncio.all_tasks()))
         await end_task(task)
-        raise TimeoutError(f"the gateway has not ended 20 s after it was told to stop; pending tasks:\n{pending}")
+        raise TimeoutError(f"the gateway has not ended 60 s after it was told to stop; pending tasks:\n{pending}")
     await task
 
 

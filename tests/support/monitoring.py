@@ -119,7 +119,7 @@ def scraping(
     with (folder / "log").open("w") as log:
         process_handle = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
-        assert wait_for_port("127.0.0.1", port, timeout_s=30), (folder / "log").read_text()
+        assert wait_for_port("127.0.0.1", port, timeout_s=120), (folder / "log").read_text()
 
         def is_ready() -> bool:
             try:

@@ -139,9 +139,9 @@ class DemoProcess:
             time.sleep(0.1)
 
     def orphans(self) -> list[str]:
-        """Processes started by the demo that are still alive. A process that is just ending gets a moment."""
+        """Processes started by the demo that are still alive. A process that is just ending gets time to."""
         alive = [process for process in self.seen.values() if is_alive(process)]
-        _, alive = psutil.wait_procs(alive, timeout=5)
+        _, alive = psutil.wait_procs(alive, timeout=30)
         return [" ".join(process.cmdline()[:4]) for process in alive if is_alive(process)]
 
     def text(self) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 from penstock.machine import free_port, wait_for_port
 from penstock_tools.local.private_redis import find_redis_server, write_config
 
+START_S = 120.0
+"""On a busy machine even a small process may start late."""
+
 
 class RedisProcess:
     """A real Redis that a test may kill and start again."""
@@ -25,7 +28,7 @@ class RedisProcess:
         self.process = subprocess.Popen(
             [find_redis_server(), str(self.config), *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        assert wait_for_port("127.0.0.1", self.port, timeout_s=20), "Redis did not start"
+        assert wait_for_port("127.0.0.1", self.port, timeout_s=START_S), "Redis did not start"
 
     def kill(self) -> None:
         if self.process is not None:
@@ -59,7 +62,7 @@ def redis_with_users(folder: Path, passwords: Mapping[str, str]) -> Iterator[int
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        assert wait_for_port("127.0.0.1", port, timeout_s=20), "Redis did not start"
+        assert wait_for_port("127.0.0.1", port, timeout_s=START_S), "Redis did not start"
         yield port
     finally:
         process.kill()

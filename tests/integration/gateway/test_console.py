@@ -114,7 +114,7 @@ async def browser() -> AsyncIterator[Any]:
 async def page(gateway: Gateway, secret: str, browser: Any) -> AsyncIterator[Any]:
     """A page with its key. A request to another host, or an error in a script, fails the test."""
     made = await browser.new_page(viewport={"width": 1200, "height": 900})
-    made.set_default_timeout(15_000)
+    made.set_default_timeout(60_000)
     problems: list[str] = []
     made.on("pageerror", lambda error: problems.append(str(error)))
     made.on("request", lambda sent: sent.url.startswith(gateway.url) or problems.append(sent.url))
@@ -417,7 +417,7 @@ async def test_stored_markup_is_shown_and_not_run(
     gateway.rest.headers["Authorization"] = f"Bearer {secret}"
     await store_markup(queue, gateway)
     page = await browser.new_page(bypass_csp=True)
-    page.set_default_timeout(15_000)
+    page.set_default_timeout(60_000)
     foreign: list[str] = []
     page.on("request", lambda sent: sent.url.startswith(gateway.url) or foreign.append(sent.url))
     page.on("dialog", lambda dialog: foreign.append(dialog.message))

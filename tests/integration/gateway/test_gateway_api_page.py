@@ -85,14 +85,14 @@ async def test_the_page_shows_the_operations_to_who_has_the_key(gateway: Gateway
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(**LAUNCH)
         page = await browser.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(60_000)
         problems: list[str] = []
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         await page.goto(f"{gateway.url}/docs#key={gateway.key}")
         await page.locator(".opblock-summary-path", has_text="policies:compare").first.wait_for(state="attached")
         assert problems == []
         other = await (await browser.new_context()).new_page()
-        other.set_default_timeout(20_000)
+        other.set_default_timeout(60_000)
         await other.goto(f"{gateway.url}/docs")
         await other.get_by_label("API key").fill(gateway.key)
         await other.get_by_role("button", name="Show the API").click()

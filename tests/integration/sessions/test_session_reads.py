@@ -144,7 +144,7 @@ async def test_the_console_shows_a_session_as_a_tree(talking: Talking, client: P
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(**LAUNCH)
         page = await browser.new_page(viewport={"width": 1200, "height": 900})
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)
         problems: list[str] = []
         page.on("pageerror", lambda error: problems.append(str(error)))
         await page.goto(f"{gateway.url}/#key={gateway.key}")

@@ -100,7 +100,7 @@ def run_ranks(folder: Path, ranks: list[tuple[int, int]]) -> None:
         for rank, num_ranks in ranks:
             arguments, output = [str(rank), str(num_ranks), str(folder)], folder / f"rank-{rank}-{num_ranks}.log"
             processes.append(ForkedProcess(RANK, arguments, output, {}, [RANK, *IMPORTED]))
-        codes = [process.wait(200) for process in processes]
+        codes = [process.wait(280) for process in processes]
         assert codes == [0] * len(ranks), "\n".join(log.read_text() for log in sorted(folder.glob("rank-*.log")))
     finally:
         for process in processes:

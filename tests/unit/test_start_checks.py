@@ -190,7 +190,7 @@ def test_up_asks_every_process(tmp_path: Path, config: Any, capsys: pytest.Captu
 
 
 async def test_up_repeats_what_a_process_says_of_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_chart_processes.py sees that the real processes say it in this form."""
+    """test_chart_processes.py sees that the real commands say it in this form."""
     (tmp_path / "a_process.py").write_text("print('run.yaml: ok (learner, 2 ranks (FSDP))')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert await start_check._check_process("a_process", tmp_path / "run.yaml") == ("learner, 2 ranks (FSDP)", [])

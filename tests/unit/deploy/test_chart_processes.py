@@ -1,29 +1,41 @@
-"""Every process of the rendered chart starts with `--check` as its pod would start it, so that the two stay in line."""
+"""Every process of the rendered chart accepts the command of its pod with `--check`, so that the two stay in line.
+
+The commands run in the test's process, which has imported torch. test_start_checks.py starts the processes.
+"""
 
 from __future__ import annotations
 
-import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from penstock.cli import main as cli
 from penstock.config.loading import load_config
 from support.chart import VALUES, Manifest, PodFolder, needs_helm, processes, render
 
 pytestmark = needs_helm
+Check = Callable[..., tuple[int, str, str]]
 
 
-def check(pod: PodFolder, container: Manifest, *overrides: str) -> tuple[int, str, str]:
-    result = subprocess.run(
-        pod.command(container, *overrides, "--check"), capture_output=True, text=True, timeout=120, check=False
-    )
-    return result.returncode, result.stdout, result.stderr
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Check:
+    """Runs the command of a container with overrides. Returns its exit code, and what it printed."""
+
+    def run(pod: PodFolder, container: Manifest, *overrides: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        python, _, module, *words = pod.command(container, *overrides, "--check")
+        assert (python, module) == (sys.executable, cli.__name__)
+        return (cli.main(words), *capsys.readouterr())
+
+    return run
 
 
 @pytest.mark.parametrize(
     "values", ["split-collocate", *(pytest.param(v, marks=pytest.mark.long) for v in VALUES if v != "split-collocate")]
 )
-def test_every_process_accepts_its_rendered_config(values: str, tmp_path: Path) -> None:
+def test_every_process_accepts_its_rendered_config(values: str, tmp_path: Path, check: Check) -> None:
     manifests = render(values=values)
     pod = PodFolder(tmp_path, manifests)
     config = load_config(pod.folder / "etc/penstock/run.yaml")
@@ -57,7 +69,9 @@ def test_every_process_accepts_its_rendered_config(values: str, tmp_path: Path) 
         ]
     ],
 )
-def test_a_check_that_fails_says_why_in_one_line(process: str, override: str, complaint: str, tmp_path: Path) -> None:
+def test_a_check_that_fails_says_why_in_one_line(
+    process: str, override: str, complaint: str, tmp_path: Path, check: Check
+) -> None:
     manifests = render(values="no-gpu")
     code, output, error = check(PodFolder(tmp_path, manifests), processes(manifests)[process], override)
     assert code != 0 and output == ""

@@ -121,7 +121,7 @@ class RestApp:
         self, operations: Sequence[ServedOperation], config: GatewayConfig, metrics: GatewayMetrics, access: Access
     ) -> None:
         self.app = routed(operations)
-        self.open_paths = OpenPaths(operations)
+        self.open_paths = open_paths(operations)
         self.config = config
         self.hosts = AllowedHosts(config)
         self.metrics = metrics
@@ -159,7 +159,7 @@ class RestApp:
         if response is not None:
             return response
         try:
-            if path not in self.open_paths:
+            if not self.open_paths.fullmatch(path):
                 key = request.headers.get("x-api-key", "")  # as Anthropic's clients send it
                 authorization = request.headers.get("authorization", f"Bearer {key}" if key else "")
                 request.caller = self.access.authenticate(authorization, request.request_id)
@@ -234,16 +234,10 @@ def routed(operations: Sequence[ServedOperation]) -> FastAPI:
     return app
 
 
-class OpenPaths:
-    """The paths that need no key."""
-
-    def __init__(self, operations: Sequence[ServedOperation]) -> None:
-        paths = [served.operation.path for served in operations if served.operation.scope is None]
-        self.whole = {path for path in paths if "{" not in path}
-        self.folders = {path.rpartition("/")[0] for path in paths if "{" in path}
-
-    def __contains__(self, path: str) -> bool:
-        return path in self.whole or path.rpartition("/")[0] in self.folders
+def open_paths(operations: Sequence[ServedOperation]) -> re.Pattern[str]:
+    """Matches the paths that need no key."""
+    paths = [served.operation.path for served in operations if served.operation.scope is None]
+    return re.compile("|".join(re.sub(r"\{\w+\}", "[^/]*", path) for path in paths))
 
 
 def _answering(path: str, verbs: dict[str, ServedOperation]) -> Callable[[Request], Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from pydantic import Field
 from penstock.api import records
 from penstock.api.conversion import message_of
 from penstock.codec import decode_group, group_to_proto
-from penstock.errors import InvalidInput, NotFound, PoisonGroup
+from penstock.errors import InvalidInput, NotFound
+from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
-from penstock.replay.queue_types import Delivery
 from penstock.replay.results import RecomputedLogProbs
 from penstock.samples import VALIDATED, Order, Place, Range, Sample, SampleFilter, SamplesFound, TokenText, page, select
 from penstock.store.ownership import Owner
@@ -59,6 +58,7 @@ class GroupReader:
 
     def __init__(self, run: str, queue: RedisReplayQueue, texts: TokenText) -> None:
         self.queue = queue
+        self.inspector = QueueInspector(queue.client, run, queue.config)
         self.texts = texts
         self.recomputed = RecomputedLogProbs(queue.client, run)
 
@@ -70,8 +70,7 @@ class GroupReader:
 
     async def decoded(self, prompt_ids: Sequence[int]) -> list[Group]:
         """The groups of these prompts that are queued and can be decoded."""
-        deliveries = await self.queue.fetch(prompt_ids)
-        return await asyncio.to_thread(lambda: [group for delivery in deliveries for group in _decode(delivery)])
+        return [found.group for found in await self.inspector.groups(prompt_ids) if found.group is not None]
 
     async def with_details(self, group: Group) -> groups_pb2.Group:
         """The group with the text of its tokens and the learner's log-probs, where they are known."""
@@ -139,13 +138,6 @@ class GroupHandlers(Handlers):
         if order == "newest":
             return page(folder, wanted, page_size, after, MAX_GROUPS_READ)
         return SamplesFound(select(folder, wanted, page_size, order, MAX_GROUPS_READ), None)
-
-
-def _decode(delivery: Delivery) -> list[Group]:
-    """The group; none if the learner will dead-letter it."""
-    with contextlib.suppress(PoisonGroup):
-        return [decode_group(delivery.payload)]
-    return []
 
 
 def _filter(request: groups_pb2.ListSamplesRequest, owner: Owner) -> SampleFilter:

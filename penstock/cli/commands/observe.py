@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.connection import add_gateway_arguments, open_client
 from penstock.cli.output import to_json
 from penstock.cli.parser import Parser, interruptible
-from penstock.errors import InvalidInput, Unavailable
+from penstock.errors import Unavailable
 
 if TYPE_CHECKING:
     from penstock.api.records import Result, Run
@@ -81,9 +80,6 @@ def top(argv: Sequence[str]) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    if args.run:
-        _check_own_run(args)
-
     with open_client(args, DEADLINE_S) as client:
         console = Console()
         if args.once:
@@ -97,16 +93,6 @@ def top(argv: Sequence[str]) -> int:
                 else:
                     live.update(_draw(*_read(client)), refresh=True)
                 time.sleep(max(args.interval, 0.1))
-
-
-def _check_own_run(args: argparse.Namespace) -> None:
-    """Raise NotFound for a run that the gateway does not know, and InvalidInput for one that is not its own."""
-    with open_client(args, DEADLINE_S) as client:
-        client.get_run()
-    name, args.run = args.run, None
-    with open_client(args, DEADLINE_S) as client:
-        if (own := client.get_run().run) != name:
-            raise InvalidInput("--run", f"this gateway's /metrics are of run {own}; use `penstock status --run {name}`")
 
 
 def _read(client: SyncPenstockClient) -> tuple[Run, dict[str, dict[str, float]], list[float]]:

@@ -108,13 +108,9 @@ def read_own_key(folder: Path) -> str:
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """The keys of a file. Raises ConfigError if there is none."""
-    try:
-        keys = parse_keys(path.read_text(), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"gateway.keys_file {path} cannot be read: {error}") from error
-    if not keys:
-        raise ConfigError(f"gateway.keys_file {path} holds no key; make one with `penstock keys make`")
-    return keys
+    file = KeyFile(path, "gateway.keys_file", parse_keys, grace_s=0)
+    file.load()
+    return file.keys
 
 
 def parse_keys(text: str, path: Path) -> tuple[ApiKey, ...]:

@@ -138,6 +138,7 @@ def test_an_unknown_option_suggests_the_nearest(
         (["top", "--interval"], "--interval needs a value"),
         (["top", "--interval", "fast"], "--interval: 'fast' is not a number"),
         (["policies", "--limit", "x"], "--limit: 'x' is not a whole number"),
+        (["generate", "a.jsonl", "--output", "a.parquet", "--n", "0"], "--n: must be at least 1, not 0"),
         (["status", "--run-dir", "a", "--url", "b"], "--url cannot be combined with --run-dir"),
         (["plan", "--placement", "standalon"], "--placement: 'standalon' is not a choice; did you mean standalone?"),
         (["init", "--algorithm", "zzz"], "--algorithm: 'zzz' is not a choice; choose one of "),

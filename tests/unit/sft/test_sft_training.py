@@ -186,7 +186,7 @@ def test_files_with_weights_make_the_epoch_that_they_say(tmp_path: Path) -> None
         (["--batch-size", "17", "--sft.last_batch", "drop"], "has 16 rows, less than one batch of 17; lower"),
         (["--sft.validation.file", "absent.parquet"], "dataset absent.parquet does not exist"),
         (["--sft.epochs", "0"], "sft.epochs: must be at least 1, not 0"),
-        (["--epochs", "0"], "--epochs and --batch-size must be at least 1"),
+        (["--epochs", "0"], "--epochs: must be at least 1, not 0"),
         (["--learner.sequence_parallel", "2"], "policy.num_ranks, which torchrun sets for sft, must be a multiple of"),
     ],
 )

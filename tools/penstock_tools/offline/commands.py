@@ -97,13 +97,14 @@ def _generate_parser() -> Parser:
         help="Hugging Face folder, such as an exported checkpoint, or Hub id; replaces the config's",
     )  # fmt: skip
     parser.add_argument("--engine", metavar="NAME", help="engine to use (default: vllm where it is installed)")
-    parser.add_argument("--n", type=int, default=1, help="samples per prompt (default: %(default)s)")
+    parser.add_argument("--n", type=whole_number(1), default=1, help="samples per prompt (default: %(default)s)")
     add_sampling_flags(parser)
     parser.add_argument("--seed", type=int, help="make every sample reproducible, whatever the order of work")
     parser.add_argument(
-        "--concurrency", type=int, metavar="N", help="prompts to answer at once (default: enough to fill the engine)"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+        "--concurrency", type=whole_number(1), metavar="N",
+        help="prompts to answer at once (default: enough to fill the engine)",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first N prompts")
     parser.add_argument("--score", action="store_true", help="score each answer with rollout.reward")
     parser.add_argument(
         "--servers", type=whole_number(1), default=1, metavar="N",
@@ -136,10 +137,6 @@ def _read(args: argparse.Namespace, config: RunConfig) -> list[Prompt]:
     from penstock.feed.datasets import RowFormat, read_prompts
     from penstock.hub import data_source_of
 
-    for name in ("n", "concurrency", "limit"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InvalidInput(f"--{name}", "must be at least 1")
     sampling = sampling_from_flags(args)
     row_format = RowFormat(config.dataset.columns, data_source_of(config.dataset))
     rows = read_prompts(args.file, num_samples=args.n, sampling=sampling, row_format=row_format)

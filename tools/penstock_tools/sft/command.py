@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.cli.parser import Parser, parse_with_overrides
+from penstock.cli.parser import Parser, parse_with_overrides, whole_number
 from penstock.errors import ConfigError
 
 INTERRUPTED = 130
@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="YAML file of a run: its model, learner and sft")
     parser.add_argument("--data", nargs="+", help="files or patterns with messages, prompt and response, or text")
     parser.add_argument("--out", "--output", type=Path, required=True, help="folder to write; must not exist")
-    parser.add_argument("--epochs", type=int, help="passes over the data (default: sft.epochs, 1)")
-    parser.add_argument("--batch-size", type=int, help="rows per optimizer step (default: sft.batch_size, 64)")
+    parser.add_argument("--epochs", type=whole_number(1), help="passes over the data (default: sft.epochs, 1)")
+    parser.add_argument("--batch-size", type=whole_number(1), help="rows of a step (default: sft.batch_size, 64)")
     arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
     from penstock.hub import with_local_examples, with_local_models
@@ -37,8 +37,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging("sft", config.run)
     if arguments.out.exists():
         raise ConfigError(f"--out {arguments.out} exists already; name a new folder")
-    if min(value for value in (arguments.epochs, arguments.batch_size, 1) if value is not None) < 1:
-        raise ConfigError("--epochs and --batch-size must be at least 1")
     if config.learner.router.replay:
         raise ConfigError("penstock sft has no router.replay; omit it")
     config = with_local_examples(with_local_models(config))

@@ -41,7 +41,6 @@ _BOUNDS = {
 _FORMS = {
     r"^[a-z0-9][a-z0-9_-]{0,62}$": "at most 63 small letters, digits, - and _, without spaces",
     r"^[A-Za-z0-9._-]{1,64}$": "at most 64 letters, digits, ., - and _, without spaces",
-    r"^([0-9]{1,18}|latest|current)$": "a version's number, latest or current",
     r"^(https?://.+)?$": "a URL that starts with http:// or https://",
     r"^(auto|[^/\s]+:[0-9]{1,5})?$": "HOST:PORT of a Ray head, such as 10.0.0.1:6380, or auto",
     r"^([a-z][a-z0-9+.-]*://.+)?$": "the URL of a folder, such as s3://bucket/folder",

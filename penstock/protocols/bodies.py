@@ -82,22 +82,14 @@ class SamplingBody(Body):
     """Further arguments of the model's chat template, as in vLLM's server: `{"enable_thinking": false}`."""
     stream: bool | None = None
 
-    @property
-    def run(self) -> str:
-        return self._model()[0]
-
-    def _model(self) -> tuple[str, int | None]:
-        name, at, version = self.model.partition("@")
-        if not name or (at and not (version.isdecimal() and len(version) < 19)):
-            raise ModelNotFound(f"the model must be RUN or RUN@VERSION, not {self.model!r}")
-        return name, int(version) if at else None
-
     def base_request(
         self, session_id: str, *, max_tokens: int, seed: int | None = None, stop: str | list[str] | None = None
     ) -> generate_pb2.GenerateRequest:
         """A request with everything but its prompt. Refuses what is not supported."""
         self.refuse()
-        run, version = self._model()
+        run, at, version = self.model.partition("@")
+        if not run or (at and not (version.isdecimal() and len(version) < 19)):
+            raise ModelNotFound(f"the model must be RUN or RUN@VERSION, not {self.model!r}")
         named = [name for name in SAMPLING_FIELDS if name in SamplingBody.model_fields]
         given = {name: value for name in named if (value := getattr(self, name)) is not None}
         given["top_k"] = max(0, self.top_k or 0)
@@ -107,7 +99,7 @@ class SamplingBody(Body):
             stop=[stop] if isinstance(stop, str) else stop or [],
             stream=bool(self.stream),
             session_id=session_id,
-            policy_version=version,
+            policy_version=int(version) if at else None,
         )
 
     def to_conversation(

@@ -101,10 +101,15 @@ class LocalRun:
                 (self.folder / f"{name}.json").unlink(missing_ok=True)
             gateway = self._start_process(GATEWAY, "penstock_services.gateway")
             if not self.is_view:
-                await self._record_start()
+                # A run that is continued is not shown as stopped.
+                async with contextlib.aclosing(connect(self.config.redis)) as client:
+                    await Phases(client, self.config.run).enter(LEARNER, PROCESS_STARTED, is_first=True)
                 self._start_workers()
             self._client = await self._wait_for_gateway(gateway, timeout_s=60)
-            gateway.command = [*gateway.command, *self._gateway_ports()]
+            # A restarted gateway gets the ports it has now, so that clients and browsers find it again.
+            listens = json.loads((self.folder / "gateway.json").read_text())
+            ports = [f"--gateway.port={listens['rest_port']}", f"--gateway.grpc_port={listens['grpc_port']}"]
+            gateway.command = [*gateway.command, *ports]
         except BaseException:
             await self.__aexit__()
             raise
@@ -197,11 +202,6 @@ class LocalRun:
     def _was_ready(self, child: Child) -> bool:
         return child.has_written(self.folder / f"{feed_file(self.config) if child.name == FEED else child.name}.json")
 
-    async def _record_start(self) -> None:
-        """Record that the learner is about to start, so that a run that is continued is not shown as stopped."""
-        async with contextlib.aclosing(connect(self.config.redis)) as client:
-            await Phases(client, self.config.run).enter(LEARNER, PROCESS_STARTED, is_first=True)
-
     async def _record(self, restart: Restart) -> None:
         """Record a notice, which the run's state shows until the run is resumed."""
         event = Event("process_restarted", restart.name, f"{restart.text}; `penstock up` starts it again")
@@ -249,11 +249,6 @@ class LocalRun:
                 raise DeadlineExceeded(f"the gateway did not start in {timeout_s:.0f} s; see {self.folder / 'logs'}")
             await asyncio.sleep(0.05)
         return PenstockClient.from_run_dir(self.folder, read_secret(self.config.gateway.api_key_file))
-
-    def _gateway_ports(self) -> list[str]:
-        """Overrides that give a restarted gateway the ports it has now, so that clients and browsers find it again."""
-        written = json.loads((self.folder / "gateway.json").read_text())
-        return [f"--gateway.port={written['rest_port']}", f"--gateway.grpc_port={written['grpc_port']}"]
 
     async def _take_lock(self) -> None:
         """Lock the run's folder. If its supervisor was killed, wait until the processes that it left have ended."""

@@ -57,7 +57,7 @@ class VersionHold:
         """Pin a server and the evaluation, before it is created. A server that is alone is needed for training."""
         await self.end()
         free = await self._free_servers()
-        if len(free) < 2 or await self.policies.pinned_version(evaluation_id) is not None:
+        if len(free) < 2 or evaluation_id in await self.policies.pins():
             return
         chosen = max(free, key=lambda server: (server.policy_version, -server.running_groups))
         self.note.parent.mkdir(parents=True, exist_ok=True)

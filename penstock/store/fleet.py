@@ -250,18 +250,16 @@ class FleetView:
         """The last reading if it still holds, otherwise a new one."""
         asked_at, num_changes = time.monotonic(), await self.fleet.num_changes()
         reading = self._reading
-        if reading is not None and reading.num_changes == num_changes and not self._is_old(reading):
-            self._num_uses += 1
-            return reading
+        if reading is not None and reading.num_changes == num_changes:
+            is_rarely_used = self._num_uses < len(reading.servers)
+            if reading.age_s < (self.rarely_used_age_s if is_rarely_used else self.max_age_s):
+                self._num_uses += 1
+                return reading
         return await self._read(asked_at)
 
     async def read(self) -> FleetReading:
         """A reading that began after this call."""
         return await self._read(time.monotonic())
-
-    def _is_old(self, reading: FleetReading) -> bool:
-        is_rarely_used = self._num_uses < len(reading.servers)
-        return reading.age_s >= (self.rarely_used_age_s if is_rarely_used else self.max_age_s)
 
     async def _read(self, asked_at: float) -> FleetReading:
         async with self._lock:
@@ -361,9 +359,6 @@ class PolicyRegistry(RunRecords):
 
     async def pins(self) -> dict[str, int]:
         return {name: int(version) for name, version in (await self.hash_of(self.keys.policy_pins)).items()}
-
-    async def pinned_version(self, name: str) -> int | None:
-        return await self.number_of(self.keys.policy_pins, name)
 
     async def kept_versions(self) -> set[int]:
         """Versions that are promoted, held, pinned or rewound to: their snapshots may still be needed."""

@@ -44,33 +44,15 @@ _HEALTH = health_pb2.HealthCheckResponse.SerializeToString
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class RpcServer:
-    """The gRPC server and the health that it reports. It has no port yet, and never shares one with another process."""
+class RpcServer(grpc.GenericRpcHandler):
+    """The gRPC server and the health that it reports: every service of the gateway, behind the same authentication and
+    metrics as REST. It has no port yet, and never shares one with another process.
+
+    The key is checked before the request is received: a call without one is refused unread."""
 
     def __init__(
         self, operations: Sequence[ServedOperation], config: GatewayConfig, metrics: GatewayMetrics, access: Access
     ) -> None:
-        self.server = grpc.aio.server(options=_options(config))
-        self._servicers = Servicers(operations, metrics, access)
-        self.server.add_generic_rpc_handlers((self._servicers,))
-
-    async def start(self) -> None:
-        await self.server.start()
-        for name in ("", *self._servicers.names):
-            await self._servicers.health.set(name, health_pb2.HealthCheckResponse.SERVING)
-
-    async def stop(self, grace_s: float) -> None:
-        """Report NOT_SERVING first, then accept no more calls and give calls in flight `grace_s`."""
-        await self._servicers.health.enter_graceful_shutdown()
-        await self.server.stop(grace_s)
-
-
-class Servicers(grpc.GenericRpcHandler):
-    """Every service of the gateway, behind the same authentication and metrics as REST.
-
-    The key is checked before the request is received: a call without one is refused unread."""
-
-    def __init__(self, operations: Sequence[ServedOperation], metrics: GatewayMetrics, access: Access) -> None:
         self.methods = {
             f"/{rpc.containing_service.full_name}/{rpc.name}": (rpc, served)
             for served in operations
@@ -81,6 +63,18 @@ class Servicers(grpc.GenericRpcHandler):
         self.metrics = metrics
         self.access = access
         self.reflection = reflection.aio.ReflectionServicer((*self.names, health.SERVICE_NAME, reflection.SERVICE_NAME))
+        self.server = grpc.aio.server(options=_options(config))
+        self.server.add_generic_rpc_handlers((self,))
+
+    async def start(self) -> None:
+        await self.server.start()
+        for name in ("", *self.names):
+            await self.health.set(name, health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_s: float) -> None:
+        """Report NOT_SERVING first, then accept no more calls and give calls in flight `grace_s`."""
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any] | None:
         route = handler_call_details.method

@@ -130,24 +130,19 @@ def declared_by(owners: Iterable[type]) -> list[Operation]:
     return [member.operation for member in members if hasattr(member, "operation")]
 
 
-class AuditLog:
-    """Writes a line of JSON for each call that needs the scope admin: who made it, when, and how it ended."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, caller: Caller, operation: str, request: Message | None, run: str, outcome: str) -> None:
-        given = [] if request is None else request.ListFields()
-        fields = {one.name: value if isinstance(value, str | int | float) else str(value) for one, value in given}
-        entry = {
-            "time": time.time(), "key": caller.name, "scope": caller.scope, "request_id": caller.request_id,
-            "operation": operation, "request": fields if request is not None else {"run": run}, "outcome": outcome,
-        }  # fmt: skip
-        try:
-            with os.fdopen(os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
-                file.write(json.dumps(entry) + "\n")
-        except OSError as error:
-            logger.warning("cannot write the audit log %s (%s): %s", self.path, error, json.dumps(entry))
+def write_audit(path: Path, caller: Caller, operation: str, request: Message | None, run: str, outcome: str) -> None:
+    """Write a line of JSON for a call that needs the scope admin: who made it, when, and how it ended."""
+    given = [] if request is None else request.ListFields()
+    fields = {one.name: value if isinstance(value, str | int | float) else str(value) for one, value in given}
+    entry = {
+        "time": time.time(), "key": caller.name, "scope": caller.scope, "request_id": caller.request_id,
+        "operation": operation, "request": fields if request is not None else {"run": run}, "outcome": outcome,
+    }  # fmt: skip
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a") as file:
+            file.write(json.dumps(entry) + "\n")
+    except OSError as error:
+        logger.warning("cannot write the audit log %s (%s): %s", path, error, json.dumps(entry))
 
 
 @dataclass
@@ -155,7 +150,6 @@ class Handlers:
     """Answers the operations of one gRPC service."""
 
     config: RunConfig
-    audit: AuditLog
 
     @property
     def deadline_s(self) -> float:
@@ -197,7 +191,7 @@ class ServedOperation:
             raise
         finally:
             if operation.scope == "admin" and caller is not None:
-                self.owner.audit.write(caller, operation.name, request, run, outcome)
+                write_audit(self.owner.config.folder / "audit.jsonl", caller, operation.name, request, run, outcome)
 
     async def _answer(self, request: Message, caller: Caller | None) -> Any:
         operation = self.operation

@@ -28,7 +28,7 @@ from penstock_services.gateway.generate import GenerateHandlers
 from penstock_services.gateway.groups import GroupHandlers, GroupReader
 from penstock_services.gateway.metrics import GatewayMetrics, RunSnapshot
 from penstock_services.gateway.openapi import PageHandlers
-from penstock_services.gateway.operations import AuditLog, Operation, ServedOperation, declared_by, http_operation
+from penstock_services.gateway.operations import Operation, ServedOperation, declared_by, http_operation
 from penstock_services.gateway.policies import PolicyHandlers
 from penstock_services.gateway.prompts import PromptHandlers
 from penstock_services.gateway.rest import HttpRequest
@@ -65,9 +65,8 @@ class ServedRun:
 
     @classmethod
     def create(
-        cls, client: RedisClient, streams: RedisClient, config: RunConfig, audit: AuditLog,
-        tracing: Tracing | None = None,
-    ) -> ServedRun:  # fmt: skip
+        cls, client: RedisClient, streams: RedisClient, config: RunConfig, tracing: Tracing | None = None
+    ) -> ServedRun:
         """Reads the tokenizer's file, so call it in a thread. Streams and long waits read over `streams`, so that they
         cannot take the connections of other requests."""
         stopping = asyncio.Event()
@@ -80,13 +79,13 @@ class ServedRun:
         watched = GroupReader(config.run, RedisReplayQueue(streams, config.run, config.replay), texts)
         return cls(
             config=config, client=client, stopping=stopping, stores=stores,
-            prompts=PromptHandlers(config, audit, queue, watched, stopping, tracing or Tracing()),
-            groups=GroupHandlers(config, audit, GroupReader(config.run, queue, texts)),
-            policies=PolicyHandlers(config, audit, registry, fleet, control, stopping),
-            lifecycle=RunHandlers(config, audit, stores), datasets=DatasetHandlers(config, audit, queue),
-            generation=GenerateHandlers(config, audit, ServerChoice(config, fleet, registry, control), recorder, texts),
-            sessions=SessionHandlers(config, audit, recorder, rewards, texts),
-            tasks=TaskHandlers(config, audit, tasks, queue, control),
+            prompts=PromptHandlers(config, queue, watched, stopping, tracing or Tracing()),
+            groups=GroupHandlers(config, GroupReader(config.run, queue, texts)),
+            policies=PolicyHandlers(config, registry, fleet, control, stopping),
+            lifecycle=RunHandlers(config, stores), datasets=DatasetHandlers(config, queue),
+            generation=GenerateHandlers(config, ServerChoice(config, fleet, registry, control), recorder, texts),
+            sessions=SessionHandlers(config, recorder, rewards, texts),
+            tasks=TaskHandlers(config, tasks, queue, control),
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -32,7 +32,6 @@ from penstock.store.redis_client import check_primary, connect, wait_for_primary
 from penstock.tracing import open_tracing
 from penstock_services.gateway.access import Access, check_gateway, read_certificates
 from penstock_services.gateway.metrics import GatewayMetrics
-from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.rest import Connections, LimitedProtocol, RestApp
 from penstock_services.gateway.rpc import RpcServer
 from penstock_services.gateway.run import ServedRun, serve_operations
@@ -69,8 +68,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         await stack.enter_async_context(Leaving(client, config.run, "gateway").holding(stop))
         tracing = open_tracing(config.tracing, "gateway", config.run)
         stack.callback(tracing.close)
-        audit = AuditLog(config.folder / "audit.jsonl")
-        run = await asyncio.to_thread(ServedRun.create, client, streams, config, audit, tracing)
+        run = await asyncio.to_thread(ServedRun.create, client, streams, config, tracing)
         stack.push_async_callback(run.close)
         metrics = GatewayMetrics(CollectorRegistry(), config.learner.placement)
         metrics.disk.follow("run_dir", DiskWatch(config.folder, "the run and its uploaded datasets"))

@@ -30,7 +30,6 @@ from penstock.v1 import (
 )
 from penstock_services.gateway.access import Access, Caller
 from penstock_services.gateway.metrics import GatewayMetrics
-from penstock_services.gateway.operations import AuditLog
 from penstock_services.gateway.rest import HttpRequest, call_http
 from penstock_services.gateway.run import ServedRun, serve_operations
 from penstock_services.gateway.server import serve
@@ -86,8 +85,8 @@ async def test_scopes_limits_and_the_audit_log(redis_process: Any, redis_client:
 
 
 async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: Any, tmp_path: Path) -> None:
-    config, audit = run_config(redis_process.url, tmp_path), AuditLog(tmp_path / "audit.jsonl")
-    run, nobody = ServedRun.create(redis_client, redis_client, config, audit), cast(Caller, None)
+    config = run_config(redis_process.url, tmp_path)
+    run, nobody = ServedRun.create(redis_client, redis_client, config), cast(Caller, None)
     access = Access.load(config.gateway, tmp_path)
     operations = serve_operations(run, GatewayMetrics(CollectorRegistry(), ""), access)
 
@@ -102,7 +101,7 @@ async def test_nothing_runs_without_a_caller(redis_process: Any, redis_client: A
             request = HttpRequest({"type": "http", "path": "/", "headers": [], "query_string": b""}, cast(Any, None))
             with pytest.raises(Unauthenticated, match="without a caller"):
                 await call_http(served, request)
-    assert not (await run.stores.control.orders()).is_paused and not audit.path.exists()
+    assert not (await run.stores.control.orders()).is_paused and not (config.folder / "audit.jsonl").exists()
     with pytest.raises(TypeError):
         Caller()  # type: ignore[call-arg]
     await run.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
 
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
@@ -33,7 +32,16 @@ def retry_after_s(error: PenstockError) -> int | None:
 def problem(
     status: int, reason: str, detail: str, field: str = "", headers: Mapping[str, str] | None = None, **members: str
 ) -> JSONResponse:
-    content = _fields(status, reason, detail, field) | members
+    content = {
+        "type": f"urn:penstock:problem:{reason.lower().replace('_', '-')}",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "reason": reason,
+        "field": field,
+        "error": openai_fields(status, reason, detail, field),
+        **members,
+    }
     return JSONResponse(content, status, headers=headers, media_type="application/problem+json")
 
 
@@ -43,22 +51,6 @@ def raw_problem(status: int, reason: str, detail: str) -> bytes:
     head = [b"HTTP/1.1 %d %s" % (status, HTTPStatus(status).phrase.encode("ascii"))]
     head += [name + b": " + value for name, value in response.raw_headers]
     return b"\r\n".join([*head, b"", bytes(response.body)])
-
-
-def problem_fields(error: PenstockError) -> dict[str, Any]:
-    return _fields(error.http_status, error.reason, str(error), getattr(error, "field", ""))
-
-
-def _fields(status: int, reason: str, detail: str, field: str) -> dict[str, Any]:
-    return {
-        "type": f"urn:penstock:problem:{reason.lower().replace('_', '-')}",
-        "title": HTTPStatus(status).phrase,
-        "status": status,
-        "detail": detail,
-        "reason": reason,
-        "field": field,
-        "error": openai_fields(status, reason, detail, field),
-    }
 
 
 def from_error(error: PenstockError, **members: str) -> JSONResponse:

@@ -353,7 +353,7 @@ def event_stream(operation: Operation, items: AsyncIterator[Any]) -> Response:
         except StopAsyncIteration:
             return
         except PenstockError as error:
-            yield f"event: problem\ndata: {json.dumps(problems.problem_fields(error))}\n\n"
+            yield f"event: problem\ndata: {bytes(problems.from_error(error).body).decode()}\n\n"
         finally:
             if pending is not None:
                 pending.cancel()

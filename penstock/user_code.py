@@ -118,15 +118,12 @@ def _missing_in_failed_file(error: Exception) -> list[str]:
         if isinstance(node, ast.Import | ast.ImportFrom):
             package = f"{node.module}." if isinstance(node, ast.ImportFrom) and not node.level else ""
             names += [f"{package}{alias.name}" for alias in node.names]
-    return [name for name in names if _is_of_verl(name) and not _is_there(*name.rpartition("."))]
+    parts = [(name, *name.rpartition(".")) for name in names if _is_of_verl(name)]
+    return [whole for whole, package, _, name in parts if not hasattr(sys.modules.get(package), name)]
 
 
 def _is_of_verl(module: str) -> bool:
     return module.partition(".")[0] in ("verl", "recipe")
-
-
-def _is_there(package: str, _: str, name: str) -> bool:
-    return hasattr(sys.modules.get(package), name)
 
 
 def hint_for_name(name: str, known: Iterable[str], *, others: str = "") -> str:

@@ -111,7 +111,11 @@ def main(argv: Sequence[str]) -> int:
     labels = names if len(set(names)) == len(names) else args.runs
     runs = [RunHistory.read(folder, label) for folder, label in zip(folders, labels, strict=True)]
     panels = _panels(runs, args)
-    _check_output(args.output)
+    from matplotlib.figure import Figure
+
+    formats = Figure().canvas.get_supported_filetypes()
+    if args.output.suffix.removeprefix(".") not in formats:
+        raise InvalidInput("--output", f"{args.output} must end in .{', .'.join(sorted(formats))}")
     draw(args.output, runs, panels, smooth=args.smooth)
     print(args.output)
     return 0
@@ -159,14 +163,6 @@ def _panels(runs: Sequence[RunHistory], args: argparse.Namespace) -> list[Panel]
     if args.by is None and Panel(REWARD) in panels and any(run.steps for run in runs):
         panels.insert(panels.index(Panel(REWARD)) + 1, Panel(REWARD, by_time=True))
     return panels
-
-
-def _check_output(path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in formats:
-        raise InvalidInput("--output", f"{path} must end in .{', .'.join(sorted(formats))}")
 
 
 def draw(

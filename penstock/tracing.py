@@ -26,7 +26,6 @@ from penstock.errors import ConfigError
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.trace import Span
 
 CLOSE_TIMEOUT_MS = 5000
 Attribute = str | int | float
@@ -71,7 +70,10 @@ class OpenTelemetryTracing(Tracing):
     def start(self, name: str, trace_parent: str = "", **attributes: Attribute) -> Iterator[str]:
         context = self._context(trace_parent)
         with self.tracer.start_as_current_span(name, context=context, attributes=attributes) as span:
-            yield self._trace_parent(span)
+            carrier: dict[str, str] = {}
+            if span.get_span_context().trace_flags.sampled:
+                self.propagator.inject(carrier)
+            yield carrier.get("traceparent", "")
 
     @contextlib.contextmanager
     def span(self, name: str, trace_parent: str, **attributes: Attribute) -> Iterator[str]:
@@ -93,15 +95,6 @@ class OpenTelemetryTracing(Tracing):
         from opentelemetry.context import Context
 
         return self.propagator.extract({"traceparent": trace_parent}, context=Context())
-
-    def _trace_parent(self, span: Span) -> str:
-        from opentelemetry.trace import set_span_in_context
-
-        if not span.get_span_context().trace_flags.sampled:
-            return ""
-        carrier: dict[str, str] = {}
-        self.propagator.inject(carrier, context=set_span_in_context(span))
-        return carrier["traceparent"]
 
 
 def open_tracing(config: TracingConfig, component: str, run: str) -> Tracing:

@@ -173,9 +173,6 @@ class _QuietHandler(WSGIRequestHandler):
     def log_message(self, format: str, *arguments: Any) -> None:
         """Log nothing: probes come every few seconds."""
 
-    def address_string(self) -> str:
-        return str(self.client_address[0])
-
 
 def _hold_still_for_forks(endpoint: ProcessEndpoint) -> None:
     """Let forks wait until no answer is being made. Such a hook cannot be removed, so it keeps no endpoint alive."""

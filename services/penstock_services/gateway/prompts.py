@@ -504,14 +504,12 @@ class JoinedSubmissions:
             return
         for _ in range(MAX_LINGERS):
             count = len(self._waiting)
-            if count >= self._usual_count or self._num_prompts() >= FULL_BATCH_PROMPTS:
+            num_prompts = sum(len(waiting.request.payloads) for waiting in self._waiting)
+            if count >= self._usual_count or num_prompts >= FULL_BATCH_PROMPTS:
                 return
             await asyncio.sleep(LINGER_S)
             if len(self._waiting) == count:
                 return
-
-    def _num_prompts(self) -> int:
-        return sum(len(waiting.request.payloads) for waiting in self._waiting)
 
     def _next(self) -> list[_Waiting]:
         """The first waiting request, and the next ones that fit into the same exchange."""

@@ -379,8 +379,6 @@ class OpenBreaker:
     """Reason of the newest failure."""
     num_failures: int
     """Leases that failed since the server's last success."""
-    open_s: float
-    """Seconds since it opened."""
     probe_in_s: float
     """Seconds until the next probe."""
 
@@ -434,10 +432,9 @@ class RunControl(RunRecords):
         now_ms, found = await self.now_ms(), []
         for server_id, text in records.items():
             record = json.loads(text)
-            if opened_ms := int(record["opened_ms"]):
-                open_s, probe_in_s = (now_ms - opened_ms) / 1000, (int(record["probe_ms"]) - now_ms) / 1000
-                times = max(0.0, open_s), max(0.0, probe_in_s)
-                found.append(OpenBreaker(server_id, str(record["reason"]), int(record["failures"]), *times))
+            if int(record["opened_ms"]):
+                probe_in_s = max(0, int(record["probe_ms"]) - now_ms) / 1000
+                found.append(OpenBreaker(server_id, str(record["reason"]), int(record["failures"]), probe_in_s))
         return found
 
     async def quarantines(self) -> dict[str, Quarantine]:

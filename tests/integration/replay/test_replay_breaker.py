@@ -280,6 +280,6 @@ async def test_an_operator_sees_and_closes_it(make_queue: MakeQueue) -> None:
     await fail_until_open(queue, "non_finite")
     [breaker] = await control.open_breakers()
     assert (breaker.server_id, breaker.reason) == ("s", "non_finite")
-    assert breaker.num_failures >= 6 and breaker.open_s < 600 and 0 < breaker.probe_in_s <= 600
+    assert breaker.num_failures >= 6 and 0 < breaker.probe_in_s <= 600
     await control.resume()
     assert await control.open_breakers() == [] and len(await queue.lease("s", 4)) == 4

@@ -16,7 +16,7 @@ from support import run_facts
 
 STAT = replace(run_facts.STAT, policy_version=20, pending_prompts=100)
 SERVER = ServerRecord("s", "a:1", "vllm", "READY", policy_version=19, running_groups=8, running_requests=64)
-BREAKER = OpenBreaker("s", "non_finite", num_failures=8, open_s=1.0, probe_in_s=1.0)
+BREAKER = OpenBreaker("s", "non_finite", num_failures=8, probe_in_s=1.0)
 STEP = {
     "reward_mean": 0.25, "reward_failed_ratio": 0.0, "truncated_ratio": 0.1, "zero_advantage_group_ratio": 0.4,
     "skipped": 0.0, "lr": 1e-6, "grad_norm": 0.3, "entropy": 0.8, "kl_reference": 0.01, "staleness_mean": 1.0,

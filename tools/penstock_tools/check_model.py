@@ -24,26 +24,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder, or a Hub id")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="type to compute in")
     arguments = parser.parse_args(argv)
-    from penstock.hub import local_model
-
-    return check_model(local_model(arguments.folder, "the model"), arguments.dtype)
-
-
-def check_model(folder: Path, dtype_name: str) -> int:
     import torch
 
+    from penstock.hub import local_model
     from penstock_learner.model.causal_lm import open_model
     from penstock_learner.model.loading import read_weights
     from penstock_learner.model.self_check import compare_with_plain
     from penstock_learner.model.torch_settings import DTYPES
 
-    device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[dtype_name]
+    folder = local_model(arguments.folder, "the model")
+    device, dtype = torch.device("cuda" if torch.cuda.is_available() else "cpu"), DTYPES[arguments.dtype]
     model = open_model(folder, dtype, chunk_tokens=2048, key="the model")
     read_weights(model, device)
     check = compare_with_plain(model, str(folder), device, dtype)
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     rows = {
-        "model": f"{model.lm.config.model_type}, {millions:.1f}M parameters, {dtype_name}",
+        "model": f"{model.lm.config.model_type}, {millions:.1f}M parameters, {arguments.dtype}",
         "path": "packed" if check.is_packed else f"padded, which is slower: {model.path.reason}",
         "difference": f"{check.error:.1e} (at most {check.limit:.2g}) from Hugging Face's own forward, "
         f"sequences up to {check.longest} tokens",

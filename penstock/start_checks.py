@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from penstock.config.dataset import listed_files
 from penstock.config.learner import LearnerConfig
@@ -65,12 +64,9 @@ def check_chat_template(config: RunConfig) -> None:
 
 def check_roles(config: LearnerConfig) -> None:
     """Check the model folders of the roles that have their own."""
-    reference = config.reference if config.algorithm.kl.placement != "none" else None
-    roles: dict[str, Any] = {"reference": reference, "critic": config.critic, "reward_model": config.reward_model}
-    roles |= {f"roles.{name}": role for name, role in config.roles.items()}
-    for name, role in roles.items():
-        if role is not None and role.path is not None:
-            _check_model_folder(f"learner.{name}.path", role.path)
+    for name, role in config.needed_roles.items():
+        if path := getattr(role, "path", None):
+            _check_model_folder(f"learner.{'roles.' * (name in config.roles)}{name}.path", path)
 
 
 def _check_model_folder(name: str, path: Path) -> None:

@@ -28,6 +28,7 @@ import xxhash
 
 from penstock.errors import ConfigError, DeadlineExceeded, Unavailable, named
 from penstock.hub import MODEL_FILES, download_model, is_hub_id
+from penstock.machine import written_whole
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -236,11 +237,10 @@ def _from_folder(source: Path, target: Path) -> None:
     for file in sorted(_model_files(source).values()):
         path = target / file.relative_to(source)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f"{path.name}.partial")
-        shutil.copyfile(file, partial)
-        if _checksum(partial) != _checksum(file):
-            raise Unavailable(f"{file} was damaged by copying; check the disk of {target}")
-        partial.rename(path)
+        with written_whole(path) as partial:
+            shutil.copyfile(file, partial)
+            if _checksum(partial) != _checksum(file):
+                raise Unavailable(f"{file} was damaged by copying; check the disk of {target}")
 
 
 def _model_files(folder: Path) -> dict[str, Path]:
@@ -257,12 +257,8 @@ def _write_marker(target: Path, source: str, files: Mapping[str, Path]) -> None:
     records = {
         name: {"num_bytes": path.stat().st_size, "xxh3_128": _checksum(path)} for name, path in sorted(files.items())
     }
-    partial = target / f"{MARKER}.partial"
-    with partial.open("w") as file:
-        json.dump({"source": source, "files": records}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(target / MARKER)
+    with written_whole(target / MARKER) as partial:
+        partial.write_text(json.dumps({"source": source, "files": records}, indent=1))
 
 
 def _read_marker(target: Path, source: str) -> dict[str, dict[str, object]] | None:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +86,22 @@ class DiskWatch:
             logger.warning("%s, which holds %s%s; free space before it is full", space, self.holds, needed)
         self._was_low = space.is_low
         return space
+
+
+@contextlib.contextmanager
+def written_whole(path: Path, folder: Path | None = None) -> Iterator[Path]:
+    """A temporary name next to `path`, or in another folder of its disk. What the block writes there is flushed and
+    renamed to `path`, or removed if the block raises."""
+    partial = (folder or path.parent) / f"{path.name}.partial"
+    try:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def folder_bytes(folder: Path) -> int:

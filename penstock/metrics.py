@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.machine import DiskWatch, measure_memory
+from penstock.machine import DiskWatch, measure_memory, written_whole
 
 PREFIX = "penstock"
 SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -93,6 +93,5 @@ class CountedHistogram(Collector):
 def write_endpoint(folder: Path, component: str, **fields: object) -> None:
     """Write `folder/component.json`, atomically: where `component` listens, for other processes of this machine."""
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{component}.json.partial"
-    partial.write_text(json.dumps({"pid": os.getpid(), **fields}))
-    partial.rename(folder / f"{component}.json")
+    with written_whole(folder / f"{component}.json") as partial:
+        partial.write_text(json.dumps({"pid": os.getpid(), **fields}))

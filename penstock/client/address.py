@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from penstock.api_keys import read_own_key
 from penstock.errors import ConfigError
+from penstock.machine import written_whole
 
 CONFIGURED_RUN = "-"
 """Stands for the run that the gateway itself was started for."""
@@ -101,9 +102,8 @@ def write_restarting(folder: Path, ended: Mapping[str, str]) -> None:
     if not ended:
         file.unlink(missing_ok=True)
         return
-    written = file.with_suffix(".partial")
-    written.write_text(json.dumps(dict(ended)))
-    written.replace(file)
+    with written_whole(file) as partial:
+        partial.write_text(json.dumps(dict(ended)))
 
 
 def read_restarting(folder: Path) -> dict[str, str]:

@@ -6,7 +6,6 @@ The file is written under another name, flushed and renamed. So a reader sees a 
 from __future__ import annotations
 
 import json
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -19,6 +18,7 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from penstock.errors import WeightPushFailed
+from penstock.machine import written_whole
 from penstock.v1 import weights_pb2
 from penstock.weights.transports import host_checksum, weights_digest
 
@@ -88,15 +88,11 @@ def _write_weights(folder: Path, manifest: weights_pb2.WeightManifest, buckets: 
         offset = end
     encoded = json.dumps(header, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)
-    partial = folder / f"{FILE_NAME}.partial"
-    with partial.open("wb") as file:
+    with written_whole(folder / FILE_NAME) as partial, partial.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)))
         file.write(encoded)
         for spec in manifest.tensors:
             file.write(buckets[spec.bucket][spec.offset_bytes : spec.offset_bytes + spec.num_bytes].data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.rename(folder / FILE_NAME)
 
 
 def read_snapshot(folder: Path, manifest: weights_pb2.WeightManifest) -> Iterator[NDArray[np.uint8]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import os
 import shutil
 import threading
 import time
@@ -30,6 +29,7 @@ import pyarrow.compute as pc
 from pyarrow import dataset, parquet
 
 from penstock.errors import InvalidInput, Unavailable, one_line
+from penstock.machine import written_whole
 from penstock.trajectory import Prompt
 from penstock_tools.offline.shard import WHOLE, Shard
 
@@ -341,19 +341,3 @@ def reading_parquet(path: Path, advice: str = "") -> Iterator[None]:
         yield
     except (pa.ArrowException, OSError) as error:
         raise InvalidInput(str(path), f"cannot be read as Parquet ({one_line(error)}){advice}") from error
-
-
-@contextlib.contextmanager
-def written_whole(path: Path, folder: Path) -> Iterator[Path]:
-    """A temporary name in `folder`. What the block writes there is flushed and renamed to `path`, or removed if the
-    block raises."""
-    partial = folder / f"{path.name}.partial"
-    try:
-        yield partial
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise

@@ -27,6 +27,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, PenstockError, Unavailable, first_error
 from penstock.feed.datasets import nested_field, row_field
 from penstock.hub import data_source_of
+from penstock.machine import written_whole
 from penstock.replay.queue_types import Lease
 from penstock.sample_scores import PromptSamples, ScoreSummary, by_source, parts_by_name, summarise
 from penstock.sampling import Sampling
@@ -39,7 +40,7 @@ from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.function import SampleScore
 from penstock_rollout.rewards.scorer import Scorer
 from penstock_rollout.tokenization import PromptLength
-from penstock_tools.offline.answer_store import AnswerRow, AnswerStore, reading_parquet, written_whole
+from penstock_tools.offline.answer_store import AnswerRow, AnswerStore, reading_parquet
 
 logger = logging.getLogger(__name__)
 
@@ -199,7 +200,7 @@ class ScoredFile:
 
     async def write(self) -> None:
         try:
-            with self._opened() as file, written_whole(self.output, self.output.parent) as partial:
+            with self._opened() as file, written_whole(self.output) as partial:
                 partial.touch()
                 await self.scorer.check()
                 await self._score_file(file, partial)

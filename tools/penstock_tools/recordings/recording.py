@@ -28,13 +28,14 @@ from pyarrow import parquet
 from penstock.cli.output import progress_bar
 from penstock.codec import check_group
 from penstock.errors import InvalidInput, PenstockError, PoisonGroup, QueueFull
+from penstock.machine import written_whole
 from penstock.replay.inspection import QueueInspector
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import OfferedGroup, Origin
 from penstock.sampling import SAMPLING_FIELDS, Distribution, Sampling
 from penstock.trajectory import FinishReason, Group, SamplingSegment, TokenReward, Trajectory, VersionSegment
 from penstock.v1 import prompts_pb2
-from penstock_tools.offline.answer_store import reading_parquet, written_whole
+from penstock_tools.offline.answer_store import reading_parquet
 
 # ── groups as Arrow columns, which have the names of their fields ──
 
@@ -212,7 +213,7 @@ def writing(path: Path) -> Iterator[Callable[[RecordedGroup], None]]:
 
     try:
         with (
-            written_whole(path, path.parent) as partial,
+            written_whole(path) as partial,
             partial.open("wb") as file,
             parquet.ParquetWriter(file, SCHEMA, compression="zstd") as writer,
         ):

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from penstock.errors import ConfigError, DeadlineExceeded, Unavailable, named
-from penstock.hub import MODEL_FILES, download_model, is_hub_id
+from penstock.hub import MODEL_FILES, is_hub_id, local_model
 from penstock.machine import written_whole
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = F
         elif Path(source).is_dir():
             _from_folder(Path(source), target)
         elif is_hub_id(Path(source)):
-            download_model(Path(source), target)
+            local_model(Path(source), FIELD, target=target)
         else:
             raise ConfigError(
                 f"{FIELD} {source} is neither a folder nor an s3:// URL nor a Hub id such as Qwen/Qwen2.5-0.5B"

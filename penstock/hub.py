@@ -59,26 +59,13 @@ def _with_local_files(config: RunConfig, section: str) -> RunConfig:
     return config.changed(files | {held_out: _local_files(data.validation.file, held_out, "test")})
 
 
-def local_model(path: Path, field: str) -> Path:
-    """The folder of a model: the path itself, or the snapshot of a Hub id such as `Qwen/Qwen2.5-0.5B@main`."""
+def local_model(path: Path, field: str, files: tuple[str, ...] = MODEL_FILES, target: Path | None = None) -> Path:
+    """The folder of a model: the path itself, or a Hub id's files, such as those of `Qwen/Qwen2.5-0.5B@main`. They are
+    in the cache, or in `target`, where an interrupted download is continued and compared with the Hub's checksums."""
     found = _hub_id(path)
     if found is None or found["part"]:
         return path
-    return _download("model", found["id"], found["revision"], MODEL_FILES, field)
-
-
-def local_model_config(path: Path, field: str) -> Path:
-    """A folder with the config.json of a Hub id, without its weights."""
-    found = _hub_id(path)
-    assert found is not None
-    return _download("model", found["id"], found["revision"], ("config.json",), field)
-
-
-def download_model(path: Path, target: Path) -> None:
-    """Download a model into a folder, continuing an interrupted download, and compare it with the Hub's checksums."""
-    found = _hub_id(path)
-    assert found is not None and not found["part"], f"{path} is not the id of a model"
-    _download("model", found["id"], found["revision"], MODEL_FILES, "SOURCE", target)
+    return _download("model", found["id"], found["revision"], files, field, target)
 
 
 def is_hub_id(path: Path) -> bool:

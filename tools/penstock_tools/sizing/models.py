@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError
-from penstock.hub import is_hub_id, local_model_config
+from penstock.hub import is_hub_id, local_model
 from penstock.weights.folder_tensors import tensor_shapes, weight_files
 
 
@@ -170,7 +170,7 @@ def find_shape(name: str) -> ModelShape:
     if is_hub_id(folder):
         if (known := shape_of_hub_id(name)) is not None:
             return known
-        folder = local_model_config(folder, "model.path")
+        folder = local_model(folder, "model.path", ("config.json",))
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"--model {name} is neither one of {', '.join(KNOWN)} nor a folder with config.json")

@@ -19,7 +19,7 @@ from penstock.config.rollout import AgentsConfig, FunctionReward, RewardConfig, 
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError, InvalidInput
-from penstock.feed.datasets import RowFormat, matching_files, read_prompts
+from penstock.feed.datasets import first_prompts, matching_files
 from penstock.hub import is_hub_id
 from penstock.machine import idle_gpus
 from penstock.trajectory import Sampling
@@ -158,16 +158,12 @@ def check_datasets(config: RunConfig) -> None:
 
 def check_first_rows(config: RunConfig) -> None:
     """Check that there are rows, and that each file's first is a prompt. Raises InvalidInput. Skips a loader's."""
-    row_format = RowFormat(config.dataset.columns, config.dataset.data_source)
     if config.dataset.loader:
         return
     for files in (config.dataset.file, config.dataset.validation.file):
         for entry in listed_files(files):
-            found = [
-                next(read_prompts(path, num_samples=1, sampling=Sampling(max_tokens=1), row_format=row_format), None)
-                for path in matching_files(entry.file)
-            ]
-            if not any(prompt is not None for prompt in found):
+            found = [first_prompts(path, config.dataset, 1) for path in matching_files(entry.file)]
+            if not any(found):
                 raise InvalidInput(str(entry.file), "has no rows; write some, or name another file")
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -122,30 +122,27 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 MEDIA_COLUMNS = ("images", "videos", "image", "video", "audios")
-_USUAL_COLUMNS = ColumnsConfig().model_dump()
+_USUAL = DatasetConfig()
+_USUAL_COLUMNS = _USUAL.columns.model_dump()
 """Columns with these names may be absent. Every row must have the columns to which the config gives other names."""
 _SHAPE = 'a list like [{"role": "user", "content": "..."}]'
 
 
-@dataclass(frozen=True)
-class RowFormat:
-    """How rows become prompts."""
-
-    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
-    data_source: str = ""
-    """Data source of rows that have none."""
-
-
 def read_prompts(
     path: Path | str, *, num_samples: int, sampling: Sampling, limits: ReadLimits | None = None,
-    row_format: RowFormat | None = None,
+    config: DatasetConfig = _USUAL,
 ) -> Iterator[Prompt]:  # fmt: skip
-    """The prompts of a file or dataset folder, as the iterator advances. Raises InvalidInput beyond the limits."""
-    used = row_format or RowFormat()
-    for number, (where, row) in enumerate(_rows(Path(path), limits, used.columns)):
+    """The prompts of a file or dataset folder, as the iterator advances. Raises InvalidInput beyond the limits. The
+    config names columns, and the data source of rows that have none."""
+    for number, (where, row) in enumerate(_rows(Path(path), limits, config.columns)):
         if limits is not None and number >= limits.max_rows:
             raise InvalidInput(str(path), f"has more than {limits.max_rows} prompts; split it")
-        yield make_prompt(where, row, num_samples, sampling, used)
+        yield make_prompt(where, row, num_samples, sampling, config)
+
+
+def first_prompts(path: Path, config: DatasetConfig, num_rows: int) -> list[Prompt]:
+    """The first prompts of a file, to look at."""
+    return list(islice(read_prompts(path, num_samples=1, sampling=Sampling(max_tokens=1), config=config), num_rows))
 
 
 def _rows(path: Path, limits: ReadLimits | None, columns: ColumnsConfig) -> Iterator[tuple[str, Any]]:
@@ -160,11 +157,11 @@ def _rows(path: Path, limits: ReadLimits | None, columns: ColumnsConfig) -> Iter
     return read_rows(path, (*columns.names, *MEDIA_COLUMNS), check=check, limits=limits)
 
 
-def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_format: RowFormat) -> Prompt:
+def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, config: DatasetConfig) -> Prompt:
     """The prompt of a row. Raises InvalidInput, which names the row as `where`, for anything that would be lost."""
     if not isinstance(row, dict):
         raise InvalidInput(where, "must be an object with at least `prompt`")
-    columns = row_format.columns
+    columns = config.columns
     _check_named_columns(where, row, columns)
     if media := [name for name in MEDIA_COLUMNS if row.get(name)]:
         raise InvalidInput(f"{where}: {media[0]}", "images, videos and audio are not supported; remove such rows")
@@ -174,7 +171,7 @@ def make_prompt(where: str, row: Any, num_samples: int, sampling: Sampling, row_
     json_text(extra_info, f"{where}: {columns.extra_info}")
     messages, message_fields = read_messages(f"{where}: {columns.prompt}", row.get(columns.prompt))
     agent_name = row_field(where, row, columns.agent_name, str, "")
-    data_source = row_field(where, row, columns.data_source, str, "") or row_format.data_source
+    data_source = row_field(where, row, columns.data_source, str, "") or config.data_source
     try:
         "".join((agent_name, data_source, *(text for message in messages for text in message))).encode()
     except UnicodeEncodeError as error:
@@ -260,15 +257,14 @@ def read_files(
     files: Files, config: DatasetConfig, num_samples: int, sampling: Sampling
 ) -> list[tuple[float, list[Prompt]]]:
     """The weight and the prompts of each entry, or of all rows of `dataset.loader`, which have the weight 1."""
-    row_format = RowFormat(config.columns, config.data_source)
     if config.loader:
         rows = _loaded(files, config)
-        return [(1.0, [make_prompt(where, row, num_samples, sampling, row_format) for where, row in rows])]
+        return [(1.0, [make_prompt(where, row, num_samples, sampling, config) for where, row in rows])]
     found: list[tuple[float, list[Prompt]]] = []
     for entry in listed_files(files):
         found.append((entry.weight, []))
         for path in matching_files(entry.file):
-            found[-1][1].extend(read_prompts(path, num_samples=num_samples, sampling=sampling, row_format=row_format))
+            found[-1][1].extend(read_prompts(path, num_samples=num_samples, sampling=sampling, config=config))
     return found
 
 

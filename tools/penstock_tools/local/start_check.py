@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,11 @@ from penstock.config.loading import dump_config
 from penstock.config.rollout import RemoteReward, RewardModelReward
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError, one_line
-from penstock.feed.datasets import RowFormat, matching_files, read_prompts
+from penstock.feed.datasets import first_prompts, matching_files
 from penstock.machine import measure_disk, port_is_free
 from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_folder
 from penstock.store.notices import Event
-from penstock.trajectory import Prompt, Sampling
+from penstock.trajectory import Prompt
 from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.tool_calls import tokenization_of
 from penstock_rollout.metrics import RolloutMetrics
@@ -176,7 +175,7 @@ MAX_ROWS = 1000
 def doubts_about_dataset(config: RunConfig) -> list[str]:
     """One line for each thing, with what to do. Raises InvalidInput for a row that is not a prompt. The rows of a
     loader are not read."""
-    files = {path: _first_prompts(config, path) for path in _paths(config)}
+    files = {path: first_prompts(path, config.dataset, MAX_ROWS) for path in _paths(config)}
     if not files:
         return []
     choice = RewardChoice(config.rollout.reward)
@@ -207,12 +206,6 @@ def _paths(config: RunConfig) -> list[Path]:
     """The files of the dataset, or none if a loader reads them."""
     sets = () if config.dataset.loader else (config.dataset.file, config.dataset.validation.file)
     return [path for files in sets for entry in listed_files(files) for path in matching_files(entry.file)]
-
-
-def _first_prompts(config: RunConfig, path: Path, num_rows: int = MAX_ROWS) -> list[Prompt]:
-    row_format = RowFormat(config.dataset.columns, config.dataset.data_source)
-    prompts = read_prompts(path, num_samples=1, sampling=Sampling(max_tokens=1), row_format=row_format)
-    return list(islice(prompts, num_rows))
 
 
 def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterator[str]:
@@ -292,5 +285,5 @@ def _rows_for_reward(config: RunConfig) -> list[tuple[str, Prompt]]:
     return [
         (f"row {number} of {path}", prompt)
         for path in _paths(config)
-        for number, prompt in enumerate(_first_prompts(config, path, REWARD_ROWS), 1)
+        for number, prompt in enumerate(first_prompts(path, config.dataset, REWARD_ROWS), 1)
     ]

@@ -134,12 +134,12 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
 def _read(args: argparse.Namespace, config: RunConfig) -> list[Prompt]:
     from itertools import islice
 
-    from penstock.feed.datasets import RowFormat, read_prompts
+    from penstock.feed.datasets import read_prompts
     from penstock.hub import data_source_of
 
     sampling = sampling_from_flags(args)
-    row_format = RowFormat(config.dataset.columns, data_source_of(config.dataset))
-    rows = read_prompts(args.file, num_samples=args.n, sampling=sampling, row_format=row_format)
+    dataset = config.dataset.changed({"data_source": data_source_of(config.dataset)})
+    rows = read_prompts(args.file, num_samples=args.n, sampling=sampling, config=dataset)
     prompts = list(islice(rows, args.limit))
     if not prompts:
         raise InvalidInput(str(args.file), "contains no prompts; check the file")

@@ -21,8 +21,9 @@ from typing import Any
 
 from penstock.api.conversion import check_label, json_text
 from penstock.config.dataset import ColumnsConfig, DatasetConfig, Files, listed_files
+from penstock.config.service import GatewayLimits
 from penstock.errors import ConfigError, InvalidInput, named, one_line
-from penstock.feed.parquet_rows import Check, ReadLimits, all_rows, limited_rows
+from penstock.feed.parquet_rows import Check, all_rows, limited_rows
 from penstock.trajectory import MESSAGE_FIELDS, Prompt, Sampling
 from penstock.user_code import load_callable
 
@@ -40,7 +41,7 @@ def matching_files(path: Path) -> list[Path]:
 
 
 def read_rows(
-    path: Path, columns: Sequence[str], *, check: Check, limits: ReadLimits | None = None
+    path: Path, columns: Sequence[str], *, check: Check, limits: GatewayLimits | None = None
 ) -> Iterator[tuple[str, Any]]:
     """The place, such as `data.parquet row 7`, and the content of each row of a Parquet or JSONL file or a folder that
     Hugging Face's `save_to_disk` wrote, in its order. Only these columns of a Parquet file are read. JSONL has none to
@@ -57,7 +58,7 @@ def read_rows(
 
 
 def _parquet_rows(
-    path: Path, limits: ReadLimits | None, columns: Sequence[str], check: Check
+    path: Path, limits: GatewayLimits | None, columns: Sequence[str], check: Check
 ) -> Iterator[tuple[str, Any]]:
     import pyarrow
 
@@ -129,14 +130,14 @@ _SHAPE = 'a list like [{"role": "user", "content": "..."}]'
 
 
 def read_prompts(
-    path: Path | str, *, num_samples: int, sampling: Sampling, limits: ReadLimits | None = None,
+    path: Path | str, *, num_samples: int, sampling: Sampling, limits: GatewayLimits | None = None,
     config: DatasetConfig = _USUAL,
 ) -> Iterator[Prompt]:  # fmt: skip
     """The prompts of a file or dataset folder, as the iterator advances. Raises InvalidInput beyond the limits. The
     config names columns, and the data source of rows that have none."""
     for number, (where, row) in enumerate(_rows(Path(path), limits, config.columns)):
-        if limits is not None and number >= limits.max_rows:
-            raise InvalidInput(str(path), f"has more than {limits.max_rows} prompts; split it")
+        if limits is not None and number >= limits.max_dataset_prompts:
+            raise InvalidInput(str(path), f"has more than {limits.max_dataset_prompts} prompts; split it")
         yield make_prompt(where, row, num_samples, sampling, config)
 
 
@@ -145,7 +146,7 @@ def first_prompts(path: Path, config: DatasetConfig, num_rows: int) -> list[Prom
     return list(islice(read_prompts(path, num_samples=1, sampling=Sampling(max_tokens=1), config=config), num_rows))
 
 
-def _rows(path: Path, limits: ReadLimits | None, columns: ColumnsConfig) -> Iterator[tuple[str, Any]]:
+def _rows(path: Path, limits: GatewayLimits | None, columns: ColumnsConfig) -> Iterator[tuple[str, Any]]:
     def check(names: Sequence[str]) -> None:
         if columns.prompt not in names:
             raise InvalidInput(

@@ -17,11 +17,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import InvalidInput, Unavailable, one_line
+
+if TYPE_CHECKING:  # the process that decodes does without pydantic
+    from penstock.config.service import GatewayLimits
 
 Check = Callable[[Sequence[str]], None]
 """Raises InvalidInput if a file with these columns cannot be used."""
@@ -42,15 +44,6 @@ _decoder = threading.Lock()
 """One file at a time, so that files which come together take no more memory than one."""
 
 
-@dataclass(frozen=True)
-class ReadLimits:
-    """What a file that a stranger sent may hold."""
-
-    max_rows: int
-    max_bytes: int
-    """Bytes of the decoded columns of a Parquet file, with 64 for each value."""
-
-
 def all_rows(path: Path, columns: Sequence[str], check: Check) -> Iterator[dict[str, Any]]:
     """The rows of a trusted file, with those of these columns that it has."""
     from pyarrow import parquet
@@ -63,7 +56,7 @@ def all_rows(path: Path, columns: Sequence[str], check: Check) -> Iterator[dict[
             yield from batch.to_pylist()
 
 
-def limited_rows(path: Path, columns: Sequence[str], check: Check, limits: ReadLimits) -> Iterator[dict[str, Any]]:
+def limited_rows(path: Path, columns: Sequence[str], check: Check, limits: GatewayLimits) -> Iterator[dict[str, Any]]:
     """The same for a stranger's file. Raises InvalidInput beyond the limits, before the first row."""
     import pyarrow
 
@@ -76,9 +69,9 @@ def limited_rows(path: Path, columns: Sequence[str], check: Check, limits: ReadL
                 yield from batch.to_pylist()
 
 
-def _decode(path: Path, columns: Sequence[str], limits: ReadLimits, rows: Any) -> None:
+def _decode(path: Path, columns: Sequence[str], limits: GatewayLimits, rows: Any) -> None:
     """Have a process write the rows to a file. Raises InvalidInput or ValueError if it writes fewer than all."""
-    arguments = [str(limits.max_rows), str(limits.max_bytes), str(path), *columns]
+    arguments = [str(limits.max_dataset_prompts), str(limits.max_dataset_bytes), str(path), *columns]
     # Other pools and OpenBLAS reserve addresses ahead.
     environment = os.environ | {"ARROW_DEFAULT_MEMORY_POOL": "system", "OPENBLAS_NUM_THREADS": "1"}
     if not _decoder.acquire(timeout=_DEADLINE_S):

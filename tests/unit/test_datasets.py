@@ -17,9 +17,9 @@ import pytest
 
 from penstock.codec import decode_prompt, encode_prompt
 from penstock.config.dataset import ColumnsConfig, DatasetConfig
+from penstock.config.service import GatewayLimits
 from penstock.errors import ConfigError, InvalidInput
 from penstock.feed.datasets import read_files, read_prompts
-from penstock.feed.parquet_rows import ReadLimits
 from penstock.trajectory import Prompt, Sampling
 
 SAMPLING = Sampling(temperature=0.5, max_tokens=9)
@@ -331,7 +331,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             read(tmp_path / name)
 
 
-LIMITS = ReadLimits(max_rows=100, max_bytes=2**25)
+LIMITS = GatewayLimits(max_dataset_prompts=100, max_dataset_bytes=2**25)
 TOO_LARGE = "decodes to more than 33554432 bytes; split it|takes too much memory to decode; split it"
 """Which of the two comes first depends on the versions of Arrow and the system."""
 

@@ -21,7 +21,6 @@ from penstock.api.records import Dataset, Int32, Record
 from penstock.codec import encode_prompt, sampling_from_proto
 from penstock.errors import Conflict, InvalidInput, NotFound, Unavailable
 from penstock.feed.datasets import read_prompts
-from penstock.feed.parquet_rows import ReadLimits
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import FeedPosition
 from penstock.store.keys import check_name
@@ -160,8 +159,7 @@ class DatasetHandlers(Handlers):
         )  # fmt: skip
 
     def _read(self, path: Path, num_samples: int, sampling: Sampling) -> Iterator[Prompt]:
-        gateway = self.config.gateway.limits
-        limits = ReadLimits(gateway.max_dataset_prompts, gateway.max_dataset_bytes)
+        limits = self.config.gateway.limits
         return read_prompts(path, num_samples=num_samples, sampling=sampling, limits=limits)
 
     def _count(self, path: Path) -> int:

@@ -40,7 +40,7 @@ def with_local_models(config: RunConfig) -> RunConfig:
 
 def with_local_datasets(config: RunConfig) -> RunConfig:
     """The config with a file or pattern, downloaded if needed, in place of each Hub id of a dataset."""
-    return _with_local_files(config.changed({"dataset.data_source": data_source_of(config.dataset)}), "dataset")
+    return with_local_files(config.changed({"dataset.data_source": data_source_of(config.dataset)}), "dataset")
 
 
 def data_source_of(dataset: DatasetConfig) -> str:
@@ -48,12 +48,8 @@ def data_source_of(dataset: DatasetConfig) -> str:
     return dataset.data_source or _hub_source(dataset.file) or _hub_source(dataset.validation.file)
 
 
-def with_local_examples(config: RunConfig) -> RunConfig:
-    """The config with a file or pattern in place of each Hub id of supervised examples."""
-    return _with_local_files(config, "sft")
-
-
-def _with_local_files(config: RunConfig, section: str) -> RunConfig:
+def with_local_files(config: RunConfig, section: str) -> RunConfig:
+    """The config with a file or pattern in place of each Hub id of `dataset` or of `sft`."""
     data, train, held_out = getattr(config, section), f"{section}.file", f"{section}.validation.file"
     files = {train: _local_files(data.file, train, "train")}
     return config.changed(files | {held_out: _local_files(data.validation.file, held_out, "test")})

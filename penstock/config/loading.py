@@ -251,11 +251,6 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     return load_overrides(folded(layers), overrides, layers)
 
 
-def parse_config(text: str, source: str) -> RunConfig:
-    """Like `load_config`, for the text of a file. `source` is its name in errors."""
-    return validate(_parse(text, source), source)
-
-
 def _refuse_visible_password(overrides: Sequence[str]) -> None:
     """Raise ConfigError for a URL of Redis with a password: every user of the machine can read command lines."""
     for keys, value in parse_overrides(overrides):

@@ -353,10 +353,10 @@ def _answer(name: str, question: str, default: str) -> Any:
 
 def _check(text: str, file: Path) -> None:
     """Make the checks of a start that need no other process and no lookup on the Hub, before the file is written."""
-    from penstock.config.loading import parse_config
+    from penstock.config.loading import parse_value, validate
     from penstock.start_checks import RUN_CHECKS, checks_of_hub_files
 
-    config = parse_config(text, str(file))
+    config = validate(parse_value(text), str(file))
     skipped = {"template", "rows"} | checks_of_hub_files(config)
     for name, check in RUN_CHECKS.items():
         if name not in skipped:

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=whole_number(1), help="rows of a step (default: sft.batch_size, 64)")
     arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
-    from penstock.hub import with_local_examples, with_local_models
+    from penstock.hub import with_local_files, with_local_models
     from penstock.logs import setup_logging
 
     given = {"file": arguments.data, "epochs": arguments.epochs, "batch_size": arguments.batch_size}
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--out {arguments.out} exists already; name a new folder")
     if config.learner.router.replay:
         raise ConfigError("penstock sft has no router.replay; omit it")
-    config = with_local_examples(with_local_models(config))
+    config = with_local_files(with_local_models(config), "sft")
     from penstock_tools.sft.training import fine_tune
 
     stopped = fine_tune(config, arguments.out)

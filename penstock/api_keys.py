@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -21,6 +20,7 @@ from typing import Literal, get_args
 
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError
+from penstock.machine import write_private
 from penstock.store.keys import NAME, check_name
 from penstock.store.ownership import Owner
 
@@ -72,19 +72,13 @@ def find_key(keys: Iterable[ApiKey], secret: str) -> ApiKey | None:
 def make_own_key(folder: Path) -> Path:
     """Make `gateway.key`, which contains a key and which only its owner can read, unless it is there."""
     path = folder / OWN_KEY_FILE
-    secret, _ = make_key("local", "admin")
-    partial = folder / f".{secrets.token_hex(8)}.key"
     try:
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(secret + "\n")
         if path.exists() and path.read_text().strip():
             path.chmod(0o600)
         else:
-            partial.replace(path)
+            write_private(path, make_key("local", "admin")[0] + "\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}; set run_dir") from error
-    finally:
-        partial.unlink(missing_ok=True)
     return path
 
 

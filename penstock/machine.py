@@ -15,6 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -273,6 +274,14 @@ def raise_file_limit() -> None:
 def keep_files_private() -> None:
     """Create every file of this process and its children as 0600, and every folder as 0700."""
     os.umask(0o077)
+
+
+def write_private(file: Path, text: str) -> Path:
+    """Replace a file by one that only its owner can read. Returns it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}-", delete=False) as aside:
+        aside.write(text)
+    return Path(aside.name).replace(file)
 
 
 def close_to_others(folder: Path) -> None:

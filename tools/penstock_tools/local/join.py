@@ -26,10 +26,9 @@ import yaml
 from penstock.config.loading import dump_config, load_overrides, parse_overrides, read_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock.machine import address_towards, is_loopback, port_is_free, visible_gpus
+from penstock.machine import address_towards, is_loopback, port_is_free, visible_gpus, write_private
 from penstock.store.keys import check_name
 from penstock_learner.roles.ray_address import ask_cluster
-from penstock_tools.local.private_redis import write_private
 from penstock_tools.local.processes import ORPHANS_S, Child, ProcessGroup, Restarts, gpus_of_servers, try_lock
 
 JOIN_FILE = "join.yaml"

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from penstock.errors import Unavailable
+from penstock.machine import write_private
 
 _NAMES = ("redis-server", "valkey-server")
 _QUEUE_SETTINGS = ("zset-max-ziplist-entries 0", "hash-max-ziplist-entries 16")
@@ -61,16 +62,6 @@ def write_secret(file: Path) -> Path:
     if not file.exists() or not file.read_text():  # empty: it was cut off by a kill or a full disk
         write_private(file, secrets.token_urlsafe(32))
     return file
-
-
-def write_private(file: Path, text: str) -> Path:
-    """Replace a file by one that only its owner can read. Returns it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    aside = file.with_name(f".{file.name}.partial")
-    aside.unlink(missing_ok=True)
-    aside.touch(mode=0o600)
-    aside.write_text(text)
-    return aside.replace(file)
 
 
 def kept_port(folder: Path) -> int:

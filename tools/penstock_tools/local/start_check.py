@@ -21,7 +21,7 @@ from penstock.config.rollout import RemoteReward, RewardModelReward
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError, one_line
 from penstock.feed.datasets import first_prompts, matching_files
-from penstock.machine import measure_disk, port_is_free
+from penstock.machine import measure_disk, port_is_free, write_private
 from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_folder
 from penstock.store.notices import Event
 from penstock.trajectory import Prompt
@@ -32,7 +32,6 @@ from penstock_rollout.rewards.scorer import RewardChoice, Scorer
 from penstock_rollout.tokenization import PromptLength
 from penstock_services.gateway.access import check_gateway
 from penstock_tools.local.join import opened, starts_ray_head
-from penstock_tools.local.private_redis import write_private
 from penstock_tools.sizing.plan import checkpoint_bytes
 
 CHECK_TIMEOUT_S = 120.0

@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from penstock.cli.parser import parse_with_overrides, process_parser
@@ -18,6 +19,7 @@ from penstock.logs import setup_logging
 
 if TYPE_CHECKING:
     from penstock.config.run import RunConfig
+    from penstock_learner.loop.process import LearnerController
 
 logger = logging.getLogger("penstock_learner")
 
@@ -56,7 +58,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: RunConfig) -> None:
-    """Start Ray, place the roles and train. Stops everything that it started before it returns."""
+    """Start Ray, place the roles and train. Stops everything that it started before it returns.
+
+    Ray starts in processes of its own, for which this one waits. The controller and torch are imported meanwhile, so
+    nothing that is imported before imports torch."""
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
 
@@ -69,7 +74,6 @@ async def serve(config: RunConfig) -> None:
     from penstock.store.redis_client import check_primary, connect
     from penstock.tracing import open_tracing
     from penstock_learner.loggers.step_loggers import check_loggers
-    from penstock_learner.loop.process import LearnerController
     from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.roles.profiling import check_profiler
     from penstock_learner.roles.ray_cluster import (
@@ -99,6 +103,7 @@ async def serve(config: RunConfig) -> None:
         endpoint.readiness = lambda: Readiness("loading", phases.newest)
         await asyncio.to_thread(remove_abandoned_folders)
         await phases.enter(LEARNER, "starting or joining Ray", is_first=True)
+        importing = asyncio.get_running_loop().run_in_executor(None, import_module, "penstock_learner.loop.process")
         with heartbeats.beating_in_thread(LEARNER, lambda: connect(config.redis)):  # Ray's start blocks this thread
             stack.enter_context(ray_cluster(config, roles))
         logger.info("Ray is ready")
@@ -107,7 +112,9 @@ async def serve(config: RunConfig) -> None:
         async def train() -> None:
             groups = await place_roles(config, roles, timeout_s=learner.rank_timeout_s)
             queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
-            controller = LearnerController(config, queue, fleet, groups, metrics, silence_s, tracing)
+            controller: LearnerController = (await importing).LearnerController(
+                config, queue, fleet, groups, metrics, silence_s, tracing
+            )
             endpoint.readiness = controller.readiness
             controller.stopping = stopping
             for name in (signal.SIGTERM, signal.SIGINT):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from penstock import __version__
 from penstock.metrics import LONG_SECONDS, PREFIX, CountedHistogram, DiskGauges, HostMemoryGauges
-from penstock_learner.algorithms.losses import RATIO_EDGES
-from penstock_learner.weights.senders import PushReport
+from penstock_learner.algorithms import RATIO_EDGES
+
+if TYPE_CHECKING:
+    from penstock_learner.weights.senders import PushReport
 
 REWARD_PART, MAX_REWARD_PARTS = "reward_part/", 16
 """Prefix of the means of reward parts among the numbers of a step, and how many parts are recorded."""

@@ -62,7 +62,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 def test_a_rank_compiles_into_the_folder(tmp_path: Path) -> None:
     """Importing the workers must not fix torch's folder: a rank on a Ray that was started elsewhere sets it later."""
     program = (
-        "import sys, penstock_learner.roles.role_group\n"
+        "import sys, penstock_learner.algorithms.losses, penstock_learner.optim.optimizer\n"
+        "import penstock_learner.roles.role_group\n"
         "from penstock.machine import keep_compiled_code\n"
         "from penstock.config.loading import validate\n"
         "keep_compiled_code(validate({'model': {'path': '/model'}, 'cache_dir': sys.argv[1]}, 'test').cache_folder)\n"

@@ -6,7 +6,7 @@ import ast
 import re
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from graphlib import TopologicalSorter
 from io import StringIO
 from pathlib import Path
@@ -46,21 +46,37 @@ def test_no_two_files_import_each_other() -> None:
 def test_a_controller_starts_without_the_parts_of_torch_that_only_ranks_use() -> None:
     """They take a quarter of its start, for which the run waits whenever a learner is replaced."""
     slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "penstock_learner.model.")
-    imported, new = set[str](), {"penstock_learner.loop.process"}
-    while new:
-        name = new.pop()
-        imported.add(name)
-        if (path := ROOT / "learner" / f"{name.replace('.', '/')}.py").exists():
-            new |= set(_imports_at_start(ast.parse(path.read_text()))) - imported
+    imported = _followed({"penstock_learner.loop.process"})
     assert "penstock_learner.weights.staging" in imported
     assert [name for name in imported if name.startswith(slow)] == []
 
 
-def _imports_at_start(tree: ast.Module) -> Iterator[str]:
-    """The modules that a file imports when it is imported itself."""
-    for node in tree.body:
+def test_a_learner_starts_ray_before_it_imports_torch() -> None:
+    """Torch takes seconds, in which Ray's processes can start."""
+    tree = ast.parse((ROOT / "learner" / "penstock_learner" / "__main__.py").read_text())
+    (serve,) = (node for node in tree.body if isinstance(node, ast.AsyncFunctionDef) and node.name == "serve")
+    imported = _followed({*_imports_at_start(tree.body), *_imports_at_start(serve.body)})
+    assert {"ray", "penstock_learner.roles.role_group", "penstock.store.redis_client"} <= imported
+    assert [name for name in imported if name.partition(".")[0] in ("torch", "transformers")] == []
+
+
+def _followed(names: set[str]) -> set[str]:
+    """These modules, and all that they import when they are imported, as far as the files are ours."""
+    imported, new = set[str](), set(names)
+    while new:
+        name = new.pop()
+        imported.add(name)
+        for folder in (ROOT, ROOT / "learner"):
+            if (path := folder / f"{name.replace('.', '/')}.py").exists():
+                new |= set(_imports_at_start(ast.parse(path.read_text()).body)) - imported
+    return imported
+
+
+def _imports_at_start(body: Sequence[ast.stmt]) -> Iterator[str]:
+    """The modules that these statements import, outside of functions and conditions."""
+    for node in body:
         if isinstance(node, ast.ImportFrom):
-            yield node.module or ""
+            yield from (node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names))
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
 

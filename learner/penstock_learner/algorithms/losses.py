@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock.config.algorithms import CorrectionConfig, LossConfig, PenaltyName, ValueLossConfig
 from penstock.errors import ConfigError
+from penstock_learner.algorithms import RATIO_EDGES
 from penstock_learner.algorithms.aggregation import apply_mask, count_segments, find_function, segment_mean, segment_sum
 
 _MAX_LOG_RATIO = 20.0
@@ -343,9 +344,6 @@ def penalize_rewards(token_rewards: Tensor, kl: Tensor, coefficient: float) -> T
 
 
 # ── corrections ──
-
-RATIO_EDGES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95, 0.99, 1.0, 1.01, 1.05, 1.1, 1.25, 2.0, 4.0, 10.0)
-"""Upper edges (inclusive) of the buckets in which ratios are counted."""
 
 
 @dataclass(frozen=True)

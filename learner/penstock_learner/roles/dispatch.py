@@ -7,21 +7,22 @@ A method of a worker declares how a call is split and how the results are joined
         def log_probs(self, part: RankShard) -> NDArray[np.float32]: ...
 
 A step then calls `await roles.teacher.log_probs(batch)`. Each rank gets its part of the batch, and the step gets one
-array in the order of the batch's tokens. This file imports nothing of the models, because the controller reads it: a
-controller starts in half the time.
+array in the order of the batch's tokens. This file imports neither torch nor models: a controller reads it before it
+starts Ray.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock_learner.algorithms.losses import CorrectionStatistics, LossStatistics, Mismatch
-from penstock_learner.optim.optimizer import OptimizerStep
+if TYPE_CHECKING:
+    from penstock_learner.algorithms.losses import CorrectionStatistics, LossStatistics, Mismatch
+    from penstock_learner.optim.optimizer import OptimizerStep
 
 Split = Literal["sequences", "copies"]
 Join = Literal["tokens", "sequences", "reports", "ranks"]

@@ -39,11 +39,11 @@ from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, Fenced, PenstockError, ProcessDied, RoleDied
 from penstock.user_code import load_object
-from penstock_learner.metrics import LearnerMetrics
 from penstock_learner.roles.dispatch import Join, declarations
 from penstock_learner.roles.profiling import runtime_environment
 
 if TYPE_CHECKING:
+    from penstock_learner.metrics import LearnerMetrics
     from penstock_learner.roles.rank import Rank
 
 

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from penstock.config.algorithms import CorrectionConfig
-from penstock_learner.algorithms.losses import (
-    RATIO_EDGES,
-    Correction,
-    correct,
-    interpolate_log_probs,
-    measure_mismatch,
-)
+from penstock_learner.algorithms import RATIO_EDGES
+from penstock_learner.algorithms.losses import Correction, correct, interpolate_log_probs, measure_mismatch
 
 RATIOS = [0.25, 3.0, 1.5, 0.6]
 IDS = torch.tensor([0, 0, 0, 1, 1, 1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +17,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import Fenced, ProcessDied, RoleDied, Unavailable
 from penstock_learner.roles import role_group
 from penstock_learner.roles.rank import Rank
-from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, run_with_ranks
+from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, actor_class, run_with_ranks
 
 NUM_RANKS = 2
 
@@ -171,6 +173,33 @@ async def test_resources_that_ranks_of_an_earlier_learner_freed_are_reserved_aga
     reserved.group = kept
     assert await asyncio.gather(reserved.holds(kept), reserved.holds(kept)) == [False, False]
     assert made == ["policy"] and await reserved.holds(reserved.group)
+
+
+def test_a_controller_makes_the_actors_of_our_roles_without_their_models() -> None:
+    """Their processes are named after the workers."""
+    program = (
+        "import sys\n"
+        "from penstock.config.loading import validate\n"
+        "from penstock_learner.roles.role_group import RankActor, actor_class\n"
+        "own = {'step': 'steps.py:step', 'roles': {'judge': {'worker': 'reward_model', 'path': 'j'}}}\n"
+        "learner = validate({'model': {'path': 'm'}, 'learner': own}, 'test').learner\n"
+        "made = [actor_class(learner, name) for name in ('policy', 'reference', 'critic', 'judge')]\n"
+        "assert all(issubclass(each, RankActor) for each in made)\n"
+        "print(*(each.__name__ for each in made), *({'torch', 'transformers'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["PolicyWorker", "ReferenceWorker", "CriticWorker", "RewardModelWorker"], done.stderr
+
+
+def test_the_actor_of_a_rank_passes_calls_on_to_its_worker() -> None:
+    config = make_config()
+    actor = actor_class(config.learner, "policy")(config, 1, NUM_RANKS, "controller", "policy")
+    assert (type(actor.worker).__name__, actor.worker.rank) == ("PolicyWorker", 1)
+    assert "update" in actor.call("controller", "declarations")
+    actor.call("controller", "mark_up")
+    assert actor.adopt("successor", config)
+    with pytest.raises(Fenced, match="another learner has adopted policy rank 1"):
+        actor.call("controller", "declarations")
 
 
 async def test_a_set_with_a_dead_rank_is_not_adopted() -> None:

@@ -60,6 +60,13 @@ def test_a_learner_starts_ray_before_it_imports_torch() -> None:
     assert [name for name in imported if name.partition(".")[0] in ("torch", "transformers")] == []
 
 
+def test_a_rank_of_a_frozen_role_starts_without_what_only_trained_roles_use() -> None:
+    imported = _followed({"penstock_learner.roles.frozen"})
+    slow = ("torch.distributed.checkpoint", "grpc", "penstock_learner.roles.trainer", "penstock_learner.weights.")
+    assert "penstock_learner.model.causal_lm" in imported
+    assert [name for name in imported if name.startswith(slow)] == []
+
+
 def _followed(names: set[str]) -> set[str]:
     """These modules, and all that they import when they are imported, as far as the files are ours."""
     imported, new = set[str](), set(names)

@@ -16,11 +16,14 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError, first_line_of
+from penstock_learner.batches.partition import RankShard
 from penstock_learner.model.architectures import (
     LogitForm,
     ModelPath,
@@ -31,7 +34,7 @@ from penstock_learner.model.architectures import (
 )
 from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.attention.packed_attention import prepare_masks, soft_cap
-from penstock_learner.model.attention.packed_layout import ModelInputs, Packing
+from penstock_learner.model.attention.packed_layout import ModelInputs, Packing, tree_of
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.loading import FolderModel, UnreadWeights, open_lm, read_weights
 from penstock_learner.model.routers import RouterWatch
@@ -294,6 +297,19 @@ class CausalLM(FolderModel):
             compiled=self.compiled,
             entropy_has_gradient=self.entropy_has_gradient,
         )
+
+
+def forward_log_probs(
+    model: CausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
+) -> NDArray[np.float32]:
+    """[T] log-probs of every micro-batch, concatenated, without gradient."""
+    with torch.no_grad():
+        results = [
+            model(ModelInputs.of(micro, device, parallel, tree=tree_of(micro, part, model)))[0].float().cpu().numpy()
+            for micro in part.micro_batches
+        ]
+    joined: NDArray[np.float32] = np.concatenate(results)
+    return joined
 
 
 def load_model(path: Path, dtype: torch.dtype, chunk_tokens: int, *, compiled: bool = False) -> CausalLM:

@@ -15,12 +15,11 @@ from penstock.errors import ConfigError
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.attention.packed_layout import ModelInputs
-from penstock_learner.model.causal_lm import CausalLM, open_model
+from penstock_learner.model.causal_lm import CausalLM, forward_log_probs, open_model
 from penstock_learner.model.loading import host_policy, is_quantized, read_weights, shard
 from penstock_learner.model.scalar_model import ScalarModel, check_tokenizer, open_judge, open_scalar_model
 from penstock_learner.model.self_check import require_right
 from penstock_learner.roles.dispatch import dispatched
-from penstock_learner.roles.policy import forward_log_probs
 from penstock_learner.roles.rank import Rank
 
 

@@ -43,7 +43,7 @@ from penstock_learner.model.adapter import adapter_off, add_adapter
 from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.attention.packed_layout import ModelInputs, required_to_device, to_device, to_host, tree_of
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
-from penstock_learner.model.causal_lm import CausalLM, open_model
+from penstock_learner.model.causal_lm import CausalLM, forward_log_probs, open_model
 from penstock_learner.model.published_layout import PushedWeights, fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers
 from penstock_learner.model.self_check import require_right
@@ -201,19 +201,6 @@ def _on_host(*parts: Any) -> list[Any]:
     """The sums of an update on the host: the controller may have no GPU."""
     copies = iter(to_host([getattr(part, each.name) for part in parts for each in fields(part)]))
     return [replace(part, **{each.name: next(copies) for each in fields(part)}) for part in parts]
-
-
-def forward_log_probs(
-    model: CausalLM, part: RankShard, device: torch.device, parallel: SequenceParallel | None = None
-) -> NDArray[np.float32]:
-    """[T] log-probs of every micro-batch, concatenated, without gradient."""
-    with torch.no_grad():
-        results = [
-            model(ModelInputs.of(micro, device, parallel, tree=tree_of(micro, part, model)))[0].float().cpu().numpy()
-            for micro in part.micro_batches
-        ]
-    joined: NDArray[np.float32] = np.concatenate(results)
-    return joined
 
 
 class PolicyWorker(TrainerRank):

@@ -47,24 +47,28 @@ if TYPE_CHECKING:
     from penstock_learner.roles.rank import Rank
 
 
-def own_workers() -> dict[str, type[Rank]]:
-    """Our own worker classes, by role. Imports the models, which takes seconds the first time."""
-    from penstock_learner.roles.critic import CriticWorker
-    from penstock_learner.roles.frozen import ReferenceWorker, RewardModelWorker
-    from penstock_learner.roles.policy import PolicyWorker
+def _own_worker(role: str) -> type[Rank]:
+    """Our own worker class of a role. Imports what it needs of models and checkpoints, which takes seconds."""
+    if role == "policy":
+        from penstock_learner.roles.policy import PolicyWorker
 
-    return {worker.role: worker for worker in (PolicyWorker, ReferenceWorker, CriticWorker, RewardModelWorker)}
+        return PolicyWorker
+    if role == "critic":
+        from penstock_learner.roles.critic import CriticWorker
+
+        return CriticWorker
+    from penstock_learner.roles.frozen import ReferenceWorker, RewardModelWorker
+
+    return ReferenceWorker if role == "reference" else RewardModelWorker
 
 
 def worker_of(config: LearnerConfig, name: str) -> type[Rank]:
     """The class of a role's ranks. Raises ConfigError if a user's class cannot be loaded or is not a worker."""
+    own = config.roles.get(name)
+    if own is None or not own.is_own_class:
+        return _own_worker(name if own is None else own.worker)
     from penstock_learner.roles.rank import Rank
 
-    own = config.roles.get(name)
-    if own is None:
-        return own_workers()[name]
-    if not own.is_own_class:
-        return own_workers()[own.worker]
     key = f"learner.roles.{name}.worker"
     worker = load_object(own.worker, key)
     if not isinstance(worker, type) or not issubclass(worker, Rank):

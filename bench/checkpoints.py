@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from harness import Bar, alternate, make_parser, median_ratio, report, sized
 from penstock.weights.transports import Deadline, TensorShape, build_manifest
 from penstock_learner.checkpoints import FileRecord, find_damage
-from penstock_learner.roles.trainer import HashingWriter
+from penstock_learner.shards import HashingWriter
 from penstock_learner.weights.staging import HostBuckets, StagedVersion, first_nonfinite
 
 NUM_ROUNDS = sized(5, 1)

@@ -1,4 +1,6 @@
-"""Reading DCP's shards without executing anything that they contain.
+"""Writing DCP's shards with checksums, and reading them without executing anything that they contain.
+
+The checksums of files are computed while they are written.
 
 DCP writes the index of a checkpoint, and values that are not tensors, with pickle, and its own reader runs whatever
 these say. A checkpoint may come from object storage, so here only the classes of an index and plain values are made.
@@ -9,16 +11,20 @@ from __future__ import annotations
 import io
 import pathlib
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import metadata as index
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import _get_layout
+
+from penstock_learner.checkpoints import READ_BYTES, FileRecord, PieceChecksums
 
 _CLASSES: dict[tuple[str, str], Any] = {
     (made.__module__, made.__qualname__): made
@@ -63,3 +69,46 @@ class _PlainValues(DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
+
+
+# ── writing ──
+
+
+class HashingWriter(FileSystemWriter):
+    """Writes a rank's shards, and on rank 0 the index of all shards. `records` describes the files by name."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.records: dict[str, FileRecord] = {}
+        self.fs = _HashingFileSystem(self.records)
+
+
+class _HashingFileSystem(FileSystem):
+    def __init__(self, records: dict[str, FileRecord]) -> None:
+        self.records = records
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
+        with _HashedFile(io.FileIO(path, mode)) as stream:
+            yield stream
+        self.records[Path(path).name] = stream.checksums.record()
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        super().rename(path, new_path)
+        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+
+
+class _HashedFile(io.BufferedWriter):
+    """A file that is written from start to end, and hashed meanwhile."""
+
+    def __init__(self, file: io.FileIO) -> None:
+        super().__init__(file)
+        self.checksums = PieceChecksums()
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        for start in range(0, len(view), READ_BYTES):
+            part = view[start : start + READ_BYTES]
+            self.checksums.add(part)
+            super().write(part)
+        return len(view)

@@ -60,6 +60,12 @@ def test_a_learner_starts_ray_before_it_imports_torch() -> None:
     assert [name for name in imported if name.partition(".")[0] in ("torch", "transformers")] == []
 
 
+def test_a_trained_rank_starts_without_what_only_checkpoints_use() -> None:
+    imported = _followed({"penstock_learner.roles.policy", "penstock_learner.roles.critic"})
+    assert "penstock_learner.roles.trainer" in imported
+    assert [name for name in imported if name.startswith("torch.distributed.checkpoint")] == []
+
+
 def test_a_rank_of_a_frozen_role_starts_without_what_only_trained_roles_use() -> None:
     imported = _followed({"penstock_learner.roles.frozen"})
     slow = ("torch.distributed.checkpoint", "grpc", "penstock_learner.roles.trainer", "penstock_learner.weights.")

@@ -1,10 +1,9 @@
 """Code that policy and critic share: FSDP2, AdamW, and their part of a checkpoint.
 
-The checksums of its files are computed while they are written."""
+DCP is imported by the first checkpoint that is written or loaded: no step needs it."""
 
 from __future__ import annotations
 
-import io
 import math
 import resource
 import sys
@@ -17,16 +16,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from penstock.errors import CheckpointDamaged, ConfigError, TrainingDiverged
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.batches.partition import RankShard
-from penstock_learner.checkpoints import READ_BYTES, FileRecord, PieceChecksums, find_damage
+from penstock_learner.checkpoints import FileRecord, find_damage
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.loading import is_adapter, prepare_for_training, read_weights
 from penstock_learner.model.scalar_model import ScalarModel
@@ -34,48 +28,7 @@ from penstock_learner.model.torch_settings import compute_dtype_of
 from penstock_learner.optim.optimizer import local_shard, make_optimizer
 from penstock_learner.roles.dispatch import RankUsage
 from penstock_learner.roles.rank import Rank
-from penstock_learner.shards import load_shards
 from penstock_learner.weights.staging import first_nonfinite
-
-
-class HashingWriter(FileSystemWriter):
-    """Writes a rank's shards, and on rank 0 the index of all shards. `records` describes the files by name."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.records: dict[str, FileRecord] = {}
-        self.fs = _HashingFileSystem(self.records)
-
-
-class _HashingFileSystem(FileSystem):
-    def __init__(self, records: dict[str, FileRecord]) -> None:
-        self.records = records
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
-        with _HashedFile(io.FileIO(path, mode)) as stream:
-            yield stream
-        self.records[Path(path).name] = stream.checksums.record()
-
-    def rename(self, path: Any, new_path: Any) -> None:
-        super().rename(path, new_path)
-        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
-
-
-class _HashedFile(io.BufferedWriter):
-    """A file that is written from start to end, and hashed meanwhile."""
-
-    def __init__(self, file: io.FileIO) -> None:
-        super().__init__(file)
-        self.checksums = PieceChecksums()
-
-    def write(self, content: Any) -> int:
-        view = memoryview(content).cast("B")
-        for start in range(0, len(view), READ_BYTES):
-            part = view[start : start + READ_BYTES]
-            self.checksums.add(part)
-            super().write(part)
-        return len(view)
 
 
 class TrainerRank(Rank):
@@ -122,6 +75,11 @@ class TrainerRank(Rank):
     def stage(self, folder: Path) -> None:
         """Copy this rank's shards to host memory and begin to write them. Collective. Training may then continue.
         Raises TrainingDiverged, on every rank, if a number is not finite: nothing is written then."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        from penstock_learner.shards import HashingWriter
+
         state = self._state()
         if name := self._first_nonfinite(state):
             raise TrainingDiverged(
@@ -151,6 +109,10 @@ class TrainerRank(Rank):
         """Load shards written by any number of ranks. Collective. Raises CheckpointDamaged if one is not finite. Waits
         for a checkpoint that is still being written: two at once would mix their collectives. What is frozen beneath an
         adapter keeps the weights of the model folder, which servers have too."""
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        from penstock_learner.shards import load_shards
+
         if isinstance(saving := getattr(self, "saving", None), Future):
             saving.exception(self.config.learner.rank_timeout_s)
         state = self._state()
@@ -169,6 +131,8 @@ class TrainerRank(Rank):
         torch.set_rng_state(state["rng"])
 
     def _state(self) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+
         model_state, optimizer_state = get_state_dict(self.trained, self.optimizer)
         return {"model": model_state, "optimizer": optimizer_state, "rng": torch.get_rng_state()}
 
@@ -183,6 +147,8 @@ class TrainerRank(Rank):
 @contextmanager
 def _one_line_errors(folder: Path | str | PathLike[str]) -> Iterator[None]:
     """Raise the first error of a rank in place of DCP's, which holds every rank's stack and is not an Exception."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:

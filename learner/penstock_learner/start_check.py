@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES, AlgorithmConfig
 from penstock.config.gpu_bundles import num_gpus
@@ -24,13 +25,13 @@ def check(config: RunConfig, *, with_ray: bool = True) -> str:
     """Raise ConfigError for the first mistake, or Unavailable for what cannot be reached. Returns a phrase that says
     from which weights the run would start, and what the Ray cluster to join has. What needs torch, whose import takes
     seconds, is checked last."""
-    check_redis(config.redis)
-    check_model(config)
-    check_roles(config.learner)
-    check_run_folder(config)
-    ClusterKey.of(config).check()
-    check_loggers(config.learner.loggers)
-    check_profiler(config.learner)
+    found = check_files(config)
+    cluster = _check_ray(config) if with_ray else ""
+    uploads = CheckpointUploads.of(config)
+    newest = uploads.newest_first()[:1] if uploads is not None and config.learner.checkpoint.resume != "off" else []
+    start = f"from {found[0].name}" if found else "from the model folder"
+    if uploads is not None and newest > [path.name for path in found[:1]]:
+        start = f"from {newest[0]} of {uploads.store.url}"
     _check_structure(config)
     for name, role in config.learner.needed_roles.items():
         if (own_folder := getattr(role, "path", None)) is not None:
@@ -39,17 +40,22 @@ def check(config: RunConfig, *, with_ray: bool = True) -> str:
             require_causal(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
     try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
-    cluster = _check_ray(config) if with_ray else ""
-    checkpoint = config.learner.checkpoint
-    folder = config.folder / "checkpoints"
-    rewind, is_done = read_rewind(folder)
-    found = CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, rewind if is_done else None)
-    uploads = CheckpointUploads.of(config)
-    newest = uploads.newest_first()[:1] if uploads is not None and checkpoint.resume != "off" else []
-    start = f"from {found[0].name}" if found else "from the model folder"
-    if uploads is not None and newest > [path.name for path in found[:1]]:
-        start = f"from {newest[0]} of {uploads.store.url}"
     return f"{start}; {cluster}" if cluster else start
+
+
+def check_files(config: RunConfig) -> list[Path]:
+    """The part of the check that needs neither torch nor anything outside of this process. Returns the checkpoints here
+    that the run would continue from, the first choice first."""
+    check_redis(config.redis)
+    check_model(config)
+    check_roles(config.learner)
+    check_run_folder(config)
+    ClusterKey.of(config).check()
+    check_loggers(config.learner.loggers)
+    check_profiler(config.learner)
+    checkpoint, folder = config.learner.checkpoint, config.folder / "checkpoints"
+    rewind, is_done = read_rewind(folder)
+    return CheckpointStore(folder, checkpoint.keep).candidates(checkpoint.resume, rewind if is_done else None)
 
 
 def check_step(learner: LearnerConfig) -> None:

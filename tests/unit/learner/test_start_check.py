@@ -86,3 +86,9 @@ def test_what_needs_no_torch_is_checked_before_it_is_imported(tmp_path: Path, mo
     config = _config(tmp_path, MODEL, None).changed({"learner.loggers": ("wandb",)})
     with pytest.raises(ConfigError, match="learner.loggers has wandb"):
         check(config)
+    config = _config(tmp_path, MODEL, None).changed({"learner.checkpoint.resume": str(tmp_path / "nowhere")})
+    with pytest.raises(ConfigError, match=r"learner.checkpoint.resume: \S+ is not a checkpoint's folder"):
+        check(config)
+    monkeypatch.setattr(start_check, "REACH_S", 0.1)
+    with pytest.raises(Unavailable, match="nothing listens at learner.ray_address"):
+        check(_config(tmp_path, MODEL, None).changed({"learner.ray_address": "127.0.0.1:1"}))

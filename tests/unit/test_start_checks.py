@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,12 @@ from penstock_learner.start_check import check as check_learner
 from penstock_rollout.engines.factory import check_devices, check_serves_model
 from penstock_rollout.start_check import check as check_rollout
 from penstock_tools.local import start_check
-from penstock_tools.local.start_check import check_before_start, doubts_about_dataset
+from penstock_tools.local.start_check import (
+    check_before_start,
+    doubts_about_lengths,
+    doubts_about_rows,
+    first_rows,
+)
 from penstock_tools.sizing.models import find_shape
 
 DEMO = Path(__file__).parents[2] / "examples" / "arithmetic" / "demo.yaml"
@@ -196,6 +203,11 @@ async def test_up_repeats_what_a_process_says_of_its_check(tmp_path: Path, monke
     assert await start_check._check_process("a_process", tmp_path / "run.yaml") == ("learner, 2 ranks (FSDP)", [])
 
 
+def doubts_about_dataset(config: RunConfig) -> list[str]:
+    files = first_rows(config)
+    return [*doubts_about_rows(config, files), *doubts_about_lengths(config, files)]
+
+
 def test_a_dataset_that_servers_would_warn_of_is_doubted(tmp_path: Path, config: Any) -> None:
     assert doubts_about_dataset(config("--dataset.file", str(DATA))) == []
     file = write_rows(tmp_path / "some.jsonl", {"known": "2+2=", "what": "1+1=", "long": "1+" * 15})
@@ -319,6 +331,36 @@ def test_a_disk_without_room_for_the_checkpoints_is_doubted(config: Any, monkeyp
     monkeypatch.setattr(start_check, "measure_disk", lambda _, needed: replace(disk, needed_bytes=needed))
     text, (doubt,) = start_check._room_for_checkpoints(config())
     assert text.endswith("and 10 MB of disk are free") and "keep 2 needs room for 3: free space" in doubt
+
+
+def test_what_needs_neither_torch_nor_transformers_is_checked_before_their_import(tmp_path: Path) -> None:
+    """Also by the check of a rollout server, whose process is a part of the check of `up`."""
+    program = """
+import sys
+from penstock.cli.main import main
+from penstock.config.loading import load_config
+from penstock_rollout.start_check import check
+from penstock_tools.local import start_check
+
+async def ask(module, *_):
+    return module, []
+
+def tokenize(config, files):
+    print("then imported:", *({"torch", "transformers", "vllm", "ray"} & set(sys.modules)))
+    return []
+
+words = ["--run_dir", sys.argv[3], "--redis.url", "redis://127.0.0.1:1", "--rollout.engine.name", "torch"]
+check(load_config(sys.argv[1], words))
+start_check._check_process, start_check.doubts_about_lengths, start_check.QUICK_S = ask, tokenize, 60.0
+data = ["--dataset.file", sys.argv[2], "--dataset.max_tokens", "16"]
+sys.exit(main(["up", sys.argv[1], "--check", "--run_dir", sys.argv[3], *data]))
+"""
+    words = [sys.executable, "-c", program, str(DEMO), str(DATA), str(tmp_path / "runs")]
+    done = subprocess.run(words, cwd=DEMO.parents[2], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [line.strip().partition(": ok (")[0] for line in done.stdout.splitlines()]
+    quick = ("learner, all but its model", "dataset, all but the lengths of prompts", "rollout server", "reward")
+    assert max(map(lines.index, quick)) < lines.index("then imported:") < lines.index("dataset")
 
 
 async def _nothing_wrong(module: str, _: Path) -> tuple[str, list[str]]:

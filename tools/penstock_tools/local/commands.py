@@ -38,7 +38,6 @@ def up(argv: Sequence[str] | None = None) -> int:
     from penstock.hub import is_hub_id, with_local_datasets, with_local_models
     from penstock.machine import keep_files_private
     from penstock.start_checks import doubts_about
-    from penstock_tools.local.start_check import check_before_start, check_processes
 
     config = load_config(arguments.config, overrides)
     if arguments.view:
@@ -55,6 +54,8 @@ def up(argv: Sequence[str] | None = None) -> int:
         print(f"warning: {doubt}", flush=True)
     if arguments.check:
         print("checking the config, its files and ports", flush=True)
+        from penstock_tools.local.start_check import check_before_start, check_processes
+
         check_before_start(config)
         checked, doubts = asyncio.run(check_processes(config, arguments.host))
         for doubt in doubts:

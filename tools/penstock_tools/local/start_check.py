@@ -1,4 +1,7 @@
-"""`penstock up --check`: what every process of the run would check, without starting it or writing to its folder."""
+"""`penstock up --check`: what every process of the run would check, without starting it or writing to its folder.
+
+What needs neither torch nor transformers, whose imports take seconds, is checked first, and each part is reported when
+it ends. Modules that only some parts need are imported by these, because the processes are started before."""
 
 from __future__ import annotations
 
@@ -9,11 +12,9 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING, Any
 
 from penstock.config.dataset import listed_files
 from penstock.config.loading import dump_config
@@ -23,18 +24,16 @@ from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, Penstoc
 from penstock.feed.datasets import first_prompts, matching_files
 from penstock.machine import measure_disk, port_is_free, write_private
 from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_folder
-from penstock.store.notices import Event
 from penstock.trajectory import Prompt
-from penstock.weights.transports import ClusterKey
-from penstock_rollout.agents.tool_calls import tokenization_of
-from penstock_rollout.metrics import RolloutMetrics
-from penstock_rollout.rewards.scorer import RewardChoice, Scorer
-from penstock_rollout.tokenization import PromptLength
 from penstock_services.gateway.access import check_gateway
 from penstock_tools.local.join import opened, starts_ray_head
-from penstock_tools.sizing.plan import checkpoint_bytes
+
+if TYPE_CHECKING:
+    from penstock_rollout.rewards.scorer import RewardChoice
 
 CHECK_TIMEOUT_S = 120.0
+QUICK_S = 3.0
+"""How long a part that imports torch here waits for those that need not."""
 
 
 def check_before_start(config: RunConfig) -> None:
@@ -81,20 +80,24 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
     Prints a line for each part that ends. `host` is the address at which other machines would reach this one. Returns
     what was checked, and what servers would warn of. Raises ConfigError with everything that is wrong."""
     if host:
+        from penstock.weights.transports import ClusterKey
+
         opened(config, host, ClusterKey.of(config).file)
     if not config.redis.url:  # a check does not start the run's own Redis, and does not connect
         config = config.changed({"redis.url": "redis://127.0.0.1:1"})
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
         file = write_private(Path(folder) / "config.yaml", dump_config(config))
         unasked = ["--no-ray"] if starts_ray_head(config, host) else []  # nothing listens there yet
-        parts: dict[str, Awaitable[Found]] = {"learner": _check_process("penstock_learner", file, *unasked)}
+        started = time.monotonic()
+        parts = {"learner": asyncio.create_task(_check_learner(config, started, file, *unasked))}
         if config.rollout.num_servers:
-            parts["rollout server"] = _check_process("penstock_rollout", file)
+            parts["rollout server"] = server = asyncio.create_task(_check_process("penstock_rollout", file))
             if _paths(config):
-                parts["dataset"] = _look_at_dataset(config)
-                parts["reward"] = _call_reward(config)
+                reward = asyncio.create_task(_call_reward(config))
+                dataset = asyncio.create_task(_look_at_dataset(config, started, [server, reward]))
+                parts |= {"dataset": dataset, "reward": reward}
         print(f"checking in parallel: {', '.join(parts)}", flush=True)
-        ended = await asyncio.gather(*(_shown(name, part) for name, part in parts.items()))
+        ended = await asyncio.gather(*(_shown(name, part, started) for name, part in parts.items()))
     if failures := [str(each) for each in ended if isinstance(each, PenstockError)]:
         raise ConfigError("; ".join(dict.fromkeys(failures)))
     found = [*(each for each in ended if not isinstance(each, PenstockError)), _room_for_checkpoints(config)]
@@ -104,27 +107,45 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
     return [what for what, _ in found if what], [doubt for _, doubts in found for doubt in doubts]
 
 
-async def _shown(name: str, part: Awaitable[Found]) -> Found | PenstockError:
+async def _shown(name: str, part: asyncio.Task[Found], started: float) -> Found | PenstockError:
     """The result of a part. Prints how it ended."""
-    started = time.monotonic()
     try:
         found: Found | PenstockError = await part
     except DeadlineExceeded:
         raise
     except PenstockError as error:
         found = error
-    outcome = "wrong" if isinstance(found, PenstockError) else "ok"
-    print(f"  {name}: {outcome} ({time.monotonic() - started:.1f} s)", flush=True)
+    _print_end(name, "wrong" if isinstance(found, PenstockError) else "ok", started)
     return found
 
 
-async def _look_at_dataset(config: RunConfig) -> Found:
-    doubts = await asyncio.to_thread(doubts_about_dataset, config)
-    return f"up to {MAX_ROWS:,} rows of {', '.join(path.name for path in _paths(config))}", doubts
+def _print_end(name: str, outcome: str, started: float) -> None:
+    print(f"  {name}: {outcome} ({time.monotonic() - started:.1f} s)", flush=True)
+
+
+async def _check_learner(config: RunConfig, started: float, config_file: Path, *words: str) -> Found:
+    """Check here what needs neither torch nor another process, and then everything in a process of the learner."""
+    from penstock_learner.start_check import check_files
+
+    check_files(config)
+    _print_end("learner, all but its model", "ok", started)
+    return await _check_process("penstock_learner", config_file, *words)
+
+
+async def _look_at_dataset(config: RunConfig, started: float, quick: Collection[asyncio.Task[Found]]) -> Found:
+    """Read the first rows, wait a moment for the parts that are `quick`, and then tokenize the prompts."""
+    files = await asyncio.to_thread(first_rows, config)
+    doubts = await asyncio.to_thread(doubts_about_rows, config, files)
+    _print_end("dataset, all but the lengths of prompts", "ok", started)
+    await asyncio.wait(quick, timeout=QUICK_S)
+    doubts += await asyncio.to_thread(doubts_about_lengths, config, files)
+    return f"up to {MAX_ROWS:,} rows of {', '.join(path.name for path in files)}", doubts
 
 
 def _room_for_checkpoints(config: RunConfig) -> Found:
     """The size of a checkpoint and the free disk. A run keeps `keep` checkpoints while it writes another one."""
+    from penstock_tools.sizing.plan import checkpoint_bytes
+
     try:
         num_bytes = checkpoint_bytes(config)
     except ConfigError:
@@ -171,16 +192,20 @@ MAX_ROWS = 1000
 """Rows of a file that are looked at. More would take longer than a check should."""
 
 
-def doubts_about_dataset(config: RunConfig) -> list[str]:
-    """One line for each thing, with what to do. Raises InvalidInput for a row that is not a prompt. The rows of a
-    loader are not read."""
-    files = {path: first_prompts(path, config.dataset, MAX_ROWS) for path in _paths(config)}
-    if not files:
-        return []
+def first_rows(config: RunConfig) -> dict[Path, list[Prompt]]:
+    """The prompts of each file's first rows. Raises InvalidInput for a row that is not one. Skips a loader's rows."""
+    return {path: first_prompts(path, config.dataset, MAX_ROWS) for path in _paths(config)}
+
+
+def doubts_about_rows(config: RunConfig, files: dict[Path, list[Prompt]]) -> list[str]:
+    """One line for each data source that no reward names, and each file with rows that its reward cannot judge, with
+    what to do."""
+    from penstock_rollout.rewards.scorer import RewardChoice
+
     choice = RewardChoice(config.rollout.reward)
     sources = dict.fromkeys(prompt.data_source for prompts in files.values() for prompt in prompts)
     unknown = [choice.unknown_text(source) for source in sources if not choice.is_known(source)]
-    return [*unknown, *_without_truth(config, choice, files), *_long_prompts(config, files)]
+    return [*unknown, *_without_truth(config, choice, files)]
 
 
 COMPARING_REWARDS = ("exact_match", "gsm8k", "math", "search_qa", "verl")
@@ -207,9 +232,19 @@ def _paths(config: RunConfig) -> list[Path]:
     return [path for files in sets for entry in listed_files(files) for path in matching_files(entry.file)]
 
 
+def doubts_about_lengths(config: RunConfig, files: dict[Path, list[Prompt]]) -> list[str]:
+    """One or two lines for each file with prompts that are too long or refused, with what to do. Tools, which an agent
+    may show to the model before a prompt, are not counted."""
+    return list(_long_prompts(config, files))
+
+
 def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterator[str]:
-    """Tools, which an agent may show to the model before a prompt, are not counted."""
+    from prometheus_client import CollectorRegistry
     from transformers.utils import logging
+
+    from penstock_rollout.agents.tool_calls import tokenization_of
+    from penstock_rollout.metrics import RolloutMetrics
+    from penstock_rollout.tokenization import PromptLength
 
     logging.set_verbosity_error()  # it would warn of the same prompts, without what to do
     rollout = config.rollout
@@ -245,6 +280,12 @@ async def _call_reward(config: RunConfig) -> Found:
     """Call the reward on the first rows of each file, with the ground truth and with an empty response. Raises
     ConfigError if it fails on both, on all of the rows of a data source. Remote rewards are not called, and after
     CHECK_TIMEOUT_S no further rows are tried."""
+    from prometheus_client import CollectorRegistry
+
+    from penstock.store.notices import Event
+    from penstock_rollout.metrics import RolloutMetrics
+    from penstock_rollout.rewards.scorer import Scorer
+
     events, deadline = list[Event](), time.monotonic() + CHECK_TIMEOUT_S
     logging.getLogger("penstock_rollout").addHandler(logging.NullHandler())  # the failures are reported here
     reward = config.rollout.reward.model_copy(update={"num_processes": 1})

@@ -65,7 +65,7 @@ async def serve(config: RunConfig) -> None:
     prepare_environment(config)
     from prometheus_client import CollectorRegistry
 
-    from penstock.machine import warn_of_plain_links
+    from penstock.machine import collecting_rarely, warn_of_plain_links
     from penstock.metrics import write_endpoint
     from penstock.process_endpoint import Readiness, process_endpoint
     from penstock.replay.queue import RedisReplayQueue
@@ -104,7 +104,8 @@ async def serve(config: RunConfig) -> None:
         await asyncio.to_thread(remove_abandoned_folders)
         await phases.enter(LEARNER, "starting or joining Ray", is_first=True)
         importing = asyncio.get_running_loop().run_in_executor(None, import_module, "penstock_learner.loop.process")
-        with heartbeats.beating_in_thread(LEARNER, lambda: connect(config.redis)):  # Ray's start blocks this thread
+        # Ray's start blocks this thread.
+        with heartbeats.beating_in_thread(LEARNER, lambda: connect(config.redis)), collecting_rarely():
             stack.enter_context(ray_cluster(config, roles))
         logger.info("Ray is ready")
         await phases.enter(LEARNER, f"placing the ranks of {', '.join(roles)}")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.machine import freeze_loaded_objects
+from penstock.machine import collecting_rarely, freeze_loaded_objects
 
 
 class Node:
@@ -35,3 +35,11 @@ def test_spared_objects_are_skipped_and_freed_by_the_next_call_if_they_are_garba
     assert alive() is not None, "the collector skips it"
     freeze_loaded_objects()
     assert alive() is None
+
+
+def test_garbage_is_collected_rarely_within_the_block_only() -> None:
+    usual = gc.get_threshold()
+    with pytest.raises(ImportError), collecting_rarely():
+        assert gc.get_threshold()[0] > 10 * usual[0]
+        raise ImportError
+    assert gc.get_threshold() == usual

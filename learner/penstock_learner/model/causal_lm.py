@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ConfigError, first_line_of
+from penstock.machine import collecting_rarely
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.model.architectures import (
     LogitForm,
@@ -325,7 +326,8 @@ def open_model(
     """Make the model of a Hugging Face folder on the path that its architecture takes. Never reaches the network. It is
     on the meta device until `read_weights`. Raises ConfigError, in one line and with the config's `key`, for a folder
     that holds no causal model which Hugging Face can load."""
-    from transformers import AutoModelForCausalLM
+    with collecting_rarely():
+        from transformers import AutoModelForCausalLM
 
     lm, model_path, unread = open_on_path(AutoModelForCausalLM, path, key, dtype)
     model = CausalLM(lm, chunk_tokens, model_path, compiled=compiled)

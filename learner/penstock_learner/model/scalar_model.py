@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
+from penstock.machine import collecting_rarely
 from penstock.weights.folder_tensors import read_json
 from penstock_learner.model.architectures import ModelPath, logit_form_of
 from penstock_learner.model.attention.packed_layout import ModelInputs
@@ -69,7 +70,8 @@ def open_scalar_model(path: Path, dtype: torch.dtype, *, key: str, make_head: bo
         raise ConfigError(
             f"{key} {path} is not a sequence classifier; give a folder whose config.json names one, with one label"
         )
-    from transformers import AutoModelForSequenceClassification
+    with collecting_rarely():
+        from transformers import AutoModelForSequenceClassification
 
     new_head = "" if has_head else "score."
     lm, model_path, unread = open_on_path(

@@ -38,6 +38,7 @@ from penstock.config.gpu_bundles import bundles
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, Fenced, PenstockError, ProcessDied, RoleDied
+from penstock.machine import collecting_rarely
 from penstock.user_code import load_object
 from penstock_learner.roles.dispatch import Join, declarations
 from penstock_learner.roles.profiling import runtime_environment
@@ -114,7 +115,9 @@ class RankActor:
     controller makes it without them, so that processes of ranks start seconds earlier."""
 
     def __init__(self, config: RunConfig, rank: int, num_ranks: int, owner: str, name: str) -> None:
-        self.worker = worker_of(config.learner, name)(config, rank, num_ranks, owner, name)
+        with collecting_rarely():
+            worker = worker_of(config.learner, name)
+        self.worker = worker(config, rank, num_ranks, owner, name)
 
     def call(self, owner: str, method: str, *arguments: Any) -> Any:
         return self.worker.call(owner, method, *arguments)

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
+from penstock.machine import collecting_rarely
 
 CPU_KV_CACHE_BYTES = 64 << 20
 CONTROL_TIMEOUT_S = 60.0
@@ -140,9 +141,10 @@ def create_llm(
     while it creates its config, so it is set again afterwards."""
     prepare_environment()
     start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
-    from vllm.config import StructuredOutputsConfig
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.v1.engine.async_llm import AsyncLLM
+    with collecting_rarely():
+        from vllm.config import StructuredOutputsConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
     starting = core_process()
     try:

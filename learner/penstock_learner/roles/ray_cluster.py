@@ -31,7 +31,7 @@ from penstock.errors import ConfigError, RayDied, Unavailable, one_line
 from penstock.machine import accepts_connections, idle_gpus
 from penstock_learner.roles.profiling import profiles_folder
 from penstock_learner.roles.ray_address import FOUND_BY_RAY, ask_cluster
-from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, namespace_of
+from penstock_learner.roles.role_group import Reservation, RoleActors, RoleGroup, gather_all, namespace_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,15 +53,21 @@ def check_gpus(learner: LearnerConfig, roles: Mapping[str, RoleConfig], num_here
 
 async def place_roles(config: RunConfig, roles: Mapping[str, RoleConfig], timeout_s: float) -> dict[str, RoleGroup]:
     """Reserve the resources of all roles, which can then be started. Raises DeadlineExceeded if they do not fit."""
-    placed: dict[str, RoleGroup] = {}
-    if not config.learner.ray_address:
+    if not config.learner.ray_address and num_gpus(config.learner.placement, roles):
         check_gpus(config.learner, roles, ray.cluster_resources().get("GPU", 0))
-    for group in active_resource_groups(config.learner.placement, roles):
-        reserved = Reservation(config, group, timeout_s)
-        await reserved.take()
-        for name, role in group.items():
-            placed[name] = RoleGroup(RoleActors(config, name, role, reserved), config.learner.rank_timeout_s)
-    return placed
+    reserved = [
+        Reservation(config, group, timeout_s) for group in active_resource_groups(config.learner.placement, roles)
+    ]
+    if config.learner.ray_address:
+        for each in reserved:  # while nodes join one by one, a later group must not take what an earlier one waits for
+            await each.take()
+    else:
+        await gather_all(*(each.take() for each in reserved))
+    return {
+        name: RoleGroup(RoleActors(config, name, role, each), config.learner.rank_timeout_s)
+        for each in reserved
+        for name, role in each.roles.items()
+    }
 
 
 NEEDED = ("gcs_server", "raylet")

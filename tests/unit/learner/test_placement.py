@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 import pytest
 
 from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpus
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
-from penstock_learner.roles.ray_cluster import check_gpus, num_cpus
+from penstock_learner.roles.ray_cluster import check_gpus, num_cpus, place_roles
+from penstock_learner.roles.role_group import Reservation
 
 ROLES = {"policy": RoleConfig(num_ranks=2, gpus_per_rank=0.5), "reference": RoleConfig(num_ranks=1, gpus_per_rank=0.5)}
 
@@ -137,3 +141,23 @@ def test_with_an_adapter_the_policy_is_its_own_reference() -> None:
 
 def test_a_private_ray_offers_what_the_placement_needs() -> None:
     assert num_cpus(LearnerConfig(placement="standalone"), ROLES) == 3
+
+
+@pytest.mark.parametrize(("address", "most"), [("", 2), ("head:6379", 1)])
+async def test_only_a_private_ray_places_groups_at_the_same_time(
+    address: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nodes may join a cluster one by one, and a later group must not take what an earlier one waits for."""
+    running, found = list[Any](), list[int]()
+
+    async def take(reserved: Reservation) -> None:
+        running.append(reserved)
+        found.append(len(running))
+        await asyncio.sleep(0)
+        running.remove(reserved)
+
+    monkeypatch.setattr(Reservation, "take", take)
+    learner = {"ray_address": address, "placement": "standalone", "algorithm": {"kl": {"placement": "loss"}}}
+    config = validate({"run": "r", "model": {"path": "m"}, "learner": learner}, "test")
+    placed = await place_roles(config, config.learner.needed_roles, timeout_s=1)
+    assert list(placed) == ["policy", "reference"] and max(found) == most

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-
 from penstock.config.gpu_bundles import active_resource_groups, bundles, num_gpus
 from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.errors import ConfigError, Unavailable
@@ -23,7 +21,7 @@ FOUND_BY_RAY = "auto"
 """The address that stands for a cluster which Ray finds on this machine."""
 ANSWER_S = 10.0
 """How long the head may take to answer once it is reached."""
-_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+_PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
 """Errors that a head also gives while it starts, ends or is busy."""
 _NODES = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
 
@@ -73,6 +71,8 @@ def ask_cluster(address: str, timeout_s: float) -> RayNodes | None:
     """Wait `timeout_s` for the head to listen, and ask it for its nodes. None if it uses Ray's TLS, with which only Ray
     itself can ask. Raises Unavailable if nothing listens or answers, and ConfigError if what listens refuses this
     process."""
+    import grpc  # a learner with a private Ray does without it
+
     host, _, port = address.rpartition(":")
     if not wait_for_port(host.strip("[]"), int(port), timeout_s):
         raise Unavailable(
@@ -95,7 +95,7 @@ def ask_cluster(address: str, timeout_s: float) -> RayNodes | None:
                 )
     except grpc.RpcError as error:
         code: grpc.StatusCode = error.code()
-        if code in _PASSING:
+        if code.name in _PASSING:
             raise Unavailable(
                 f"what listens at learner.ray_address {address} has not answered ({code.name}); if it is Ray's head, "
                 "look at its log; otherwise give the address that `ray start --head` prints"
@@ -133,6 +133,8 @@ def own_token() -> str:
 
 
 def _call(address: str, metadata: list[tuple[str, str]]) -> bytes:
+    import grpc
+
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         call: Any = channel.unary_unary(_NODES)
         reply: bytes = call(b"", timeout=ANSWER_S, metadata=metadata)

@@ -5,6 +5,7 @@ python docs/make_config_reference.py
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+
+os.environ["PENSTOCK_DESCRIBE_CONFIG"] = "1"
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, LOSS_NAMES
 from penstock.config.rollout import Reward

@@ -9,8 +9,11 @@ user's value is refused and not silently replaced.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+os.environ["PENSTOCK_DESCRIBE_CONFIG"] = "1"
 
 from penstock.config.run import RunConfig
 

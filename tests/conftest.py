@@ -13,6 +13,9 @@ import pytest
 import redis.asyncio as redis
 from hypothesis import settings
 
+# Some tests run makers of pages and schemas in this process.
+os.environ["PENSTOCK_DESCRIBE_CONFIG"] = "1"
+
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.redis_client import connect

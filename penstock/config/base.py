@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
+IS_DESCRIBED = bool(os.environ.get("PENSTOCK_DESCRIBE_CONFIG"))
+"""Whether fields have their docstrings as descriptions. Only the makers of docs/config.md and of the chart's schema
+read them. To find them takes a third of the import of these models, in every process of a run."""
 LARGEST_NUMBERS = {"_s": 10**9, "_bytes": 2**60, "seed": 2**63 - 1, "_flops_per_rank": 10**18}
 """The largest value of a number, by the ending of its field's name. Redis keeps whole numbers in 64 bits."""
 LARGEST_COUNT = 10**9
@@ -20,7 +24,7 @@ class Config(BaseModel):
         frozen=True,
         extra="forbid",
         validate_default=True,
-        use_attribute_docstrings=True,
+        use_attribute_docstrings=IS_DESCRIBED,
         protected_namespaces=(),
         allow_inf_nan=False,
     )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -261,3 +264,12 @@ def test_no_field_takes_a_number_that_would_fill_the_memory(number: float) -> No
 def test_a_number_that_is_too_large_is_refused_with_its_limit(file: Path, field: str) -> None:
     with pytest.raises(ConfigError, match=rf"learner.{field}: must be at most .*, not 1(e\+12|0{{12}})"):
         load_config(file, [f"--learner.{field}", str(10**12)])
+
+
+def test_no_process_parses_the_docstrings_of_fields() -> None:
+    """That takes a third of the import. Pages and schemas have them."""
+    program = "from penstock.config.run import RunConfig; print(RunConfig.model_fields['run'].description)"
+    environment = {name: value for name, value in os.environ.items() if name != "PENSTOCK_DESCRIBE_CONFIG"}
+    for variables, begin in ({}, "None"), ({"PENSTOCK_DESCRIBE_CONFIG": "1"}, "Name of the run."):
+        command = [sys.executable, "-c", program]
+        assert subprocess.check_output(command, env=environment | variables, text=True, timeout=60).startswith(begin)

@@ -19,7 +19,6 @@ from penstock.config.rollout import AgentsConfig, FunctionReward, RewardConfig, 
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError, InvalidInput
-from penstock.feed.datasets import first_prompts, matching_files
 from penstock.hub import is_hub_id
 from penstock.machine import idle_gpus
 from penstock.trajectory import Sampling
@@ -146,6 +145,8 @@ def doubts_about(config: RunConfig) -> list[str]:
 
 def check_datasets(config: RunConfig) -> None:
     """Check that the files are there, and that the files of loader and sampler define them. Runs neither."""
+    from penstock.feed.datasets import matching_files
+
     dataset = config.dataset
     for files in (dataset.file, dataset.validation.file):
         for entry in listed_files(files):
@@ -158,6 +159,8 @@ def check_datasets(config: RunConfig) -> None:
 
 def check_first_rows(config: RunConfig) -> None:
     """Check that there are rows, and that each file's first is a prompt. Raises InvalidInput. Skips a loader's."""
+    from penstock.feed.datasets import first_prompts, matching_files
+
     if config.dataset.loader:
         return
     for files in (config.dataset.file, config.dataset.validation.file):

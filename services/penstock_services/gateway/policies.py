@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 
 from penstock.api.records import Int64, Page, Policy, PolicyComparison, PolicyPage, Record, Unpinned
-from penstock.errors import Conflict, InvalidInput, NotFound
+from penstock.cancellation import end_task
+from penstock.errors import Conflict, InvalidInput, NotFound, PenstockError
 from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, RunControl
 from penstock.store.keys import check_name
 from penstock.v1 import policies_pb2
@@ -190,30 +190,60 @@ class PolicyHandlers(Handlers):
 
 @dataclass(eq=False)
 class CurrentPolicy:
-    """Follows the current policy. It is read once in POLL_S, however many watch."""
+    """Follows the current policy. A single task polls it while anyone watches."""
 
     read: Callable[[], Awaitable[policies_pb2.Policy]]
     deadline_s: float
     stopping: asyncio.Event
-    _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
-    _read_at: float = -POLL_S
+    _watchers: set[asyncio.Event] = field(default_factory=set)
+    _poller: asyncio.Task[None] | None = None
     _policy: bytes = b""
     """Serialized; empty while no version is published."""
+    _error: PenstockError | None = None
 
     async def changes(self) -> AsyncIterator[policies_pb2.Policy]:
         """Yield the current policy, and again whenever anything about it changes, until the gateway stops."""
-        seen = b""
-        while not self.stopping.is_set():
-            if (policy := await self._newest()) not in (b"", seen):
-                seen = policy
-                yield policies_pb2.Policy.FromString(policy)
-            await asyncio.sleep(POLL_S)
+        seen, woken = b"", asyncio.Event()
+        self._watchers.add(woken)
+        try:
+            while not self.stopping.is_set():
+                woken.clear()
+                if self._poller is None:
+                    self._policy, self._error = b"", None
+                    self._poller = asyncio.create_task(self._poll(), name="current policy")
+                if self._policy not in (b"", seen):
+                    seen = self._policy
+                    yield policies_pb2.Policy.FromString(seen)
+                await woken.wait()
+                if self._error is not None:
+                    raise self._error
+        finally:
+            self._watchers.discard(woken)
 
-    async def _newest(self) -> bytes:
-        async with self._reading:
-            if time.monotonic() - self._read_at >= POLL_S:
-                self._read_at, self._policy = time.monotonic(), b""
-                with contextlib.suppress(NotFound):
-                    policy = await bounded(self.read(), self.deadline_s)
-                    self._policy = policy.SerializeToString(deterministic=True)
-            return self._policy
+    async def close(self) -> None:
+        if self._poller is not None:
+            await end_task(self._poller)
+
+    async def _poll(self) -> None:
+        try:
+            while self._watchers and not self.stopping.is_set():
+                policy = await self._read()
+                if policy != self._policy:
+                    self._policy = policy
+                    self._wake()
+                await asyncio.sleep(POLL_S)
+        except PenstockError as error:
+            self._error = error
+        finally:
+            self._poller = None
+            self._wake()
+
+    async def _read(self) -> bytes:
+        with contextlib.suppress(NotFound):
+            policy = await bounded(self.read(), self.deadline_s)
+            return policy.SerializeToString(deterministic=True)
+        return b""
+
+    def _wake(self) -> None:
+        for watcher in self._watchers:
+            watcher.set()

@@ -90,6 +90,7 @@ class ServedRun:
 
     async def close(self) -> None:
         await self.prompts.feed.close()
+        await self.policies.current.close()
         await self.generation.close()
 
     async def check_ready(self) -> None:

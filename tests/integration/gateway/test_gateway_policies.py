@@ -130,6 +130,7 @@ async def test_watchers_of_the_policy_share_one_reader() -> None:
         assert [seen.policy_version for seen in second] == [2] * 8
         stopping.set()
         assert [seen for watcher in watchers async for seen in watcher] == []
+    await current.close()
 
 
 async def test_a_pinned_evaluation_waits_for_a_server_of_its_version(gateway: Gateway, queue: RedisReplayQueue) -> None:

@@ -373,9 +373,12 @@ def _read_response(response: httpx.Response, kind: type[T], part: str) -> T:
 
 
 def prompt_body(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as the REST interface takes it."""
+    """A prompt as the REST interface takes it. Optional sampling parameters are sent only where they are not the
+    default, so that older gateways take prompts without them."""
+    sampling = asdict(prompt.sampling) | {"stop": list(prompt.sampling.stop)}
+    required = ("temperature", "top_p", "max_tokens", "seed")
     body: dict[str, Any] = {
-        "sampling": asdict(prompt.sampling),
+        "sampling": {name: value for name, value in sampling.items() if value or name in required},
         "num_samples": prompt.num_samples,
         "agent_name": prompt.agent_name,
         "data_source": prompt.data_source,

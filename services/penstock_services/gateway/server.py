@@ -13,6 +13,7 @@ import logging
 import signal
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
@@ -82,9 +83,7 @@ async def serve(config: RunConfig, ready: Ready | None = None, stop: asyncio.Eve
         rpc = RpcServer(operations, config.gateway, metrics, access)
         grpc_port = _add_port(rpc.server, config.gateway)
 
-        for number in (signal.SIGTERM, signal.SIGINT):
-            with contextlib.suppress(RuntimeError, ValueError):  # outside the main thread signals cannot be caught
-                asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        stack.enter_context(_signals(stop))
         async with asyncio.TaskGroup() as group:
             whole_time = (connections.sweep(), run.sessions.rewards.sweep(run.stopping), wait_for_primary(client))
             until_stop = [group.create_task(each) for each in whole_time]
@@ -176,6 +175,20 @@ def _add_port(rpc: grpc.aio.Server, config: GatewayConfig) -> int:
     except RuntimeError as error:
         raise Unavailable(f"port {port} on {host} cannot be opened; set {setting} to a free one or 0") from error
     return bound
+
+
+@contextlib.contextmanager
+def _signals(stop: asyncio.Event) -> Iterator[None]:
+    """SIGTERM and SIGINT set `stop`. Outside the main thread signals cannot be caught, so nothing is done."""
+    is_main, loop = threading.current_thread() is threading.main_thread(), asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT) if is_main else ()
+    for number in numbers:
+        loop.add_signal_handler(number, stop.set)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
 
 
 @contextlib.contextmanager

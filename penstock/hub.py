@@ -69,6 +69,12 @@ def is_hub_id(path: Path) -> bool:
     return _hub_id(path) is not None
 
 
+def is_model_id(path: Path) -> bool:
+    """Whether a path would be fetched from the Hub as a model, which has no parts."""
+    found = _hub_id(path)
+    return found is not None and not found["part"]
+
+
 def _local_files(files: Files | None, field: str, split: str) -> Files | None:
     """The same entries, with a local path or pattern in place of each Hub id."""
     entries = listed_files(files)

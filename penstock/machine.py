@@ -280,7 +280,12 @@ def write_private(file: Path, text: str) -> Path:
     """Replace a file by one that only its owner can read. Returns it."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=f".{file.name}-", delete=False) as aside:
-        aside.write(text)
+        try:
+            aside.write(text)
+            aside.flush()
+        except OSError:
+            Path(aside.name).unlink()
+            raise
     return Path(aside.name).replace(file)
 
 

@@ -19,7 +19,7 @@ from penstock.config.rollout import AgentsConfig, FunctionReward, RewardConfig, 
 from penstock.config.run import RunConfig
 from penstock.config.service import RedisConfig
 from penstock.errors import ConfigError, InvalidInput
-from penstock.hub import is_hub_id
+from penstock.hub import is_hub_id, is_model_id
 from penstock.machine import idle_gpus
 from penstock.trajectory import Sampling
 
@@ -184,7 +184,7 @@ RUN_CHECKS: dict[str, Callable[[RunConfig], None]] = {
 def checks_of_hub_files(config: RunConfig) -> set[str]:
     """The names of RUN_CHECKS that look at files which the config names by their Hub ids, and a start fetches first."""
     files = [*listed_files(config.dataset.file), *listed_files(config.dataset.validation.file)]
-    found = {"model"} if is_hub_id(config.model.path) else set()
+    found = {"model"} if is_model_id(config.model.path) else set()
     return found | ({"dataset", "rows"} if any(is_hub_id(entry.file) for entry in files) else set())
 
 

@@ -237,7 +237,7 @@ def routed(operations: Sequence[ServedOperation]) -> FastAPI:
 def open_paths(operations: Sequence[ServedOperation]) -> re.Pattern[str]:
     """Matches the paths that need no key."""
     paths = [served.operation.path for served in operations if served.operation.scope is None]
-    return re.compile("|".join(re.sub(r"\{\w+\}", "[^/]*", path) for path in paths))
+    return re.compile("|".join(re.sub(r"\\{\w+\\}", "[^/]*", re.escape(path)) for path in paths))
 
 
 def _answering(path: str, verbs: dict[str, ServedOperation]) -> Callable[[Request], Any]:

@@ -89,9 +89,11 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
         file = write_private(Path(folder) / "config.yaml", dump_config(config))
         unasked = ["--no-ray"] if starts_ray_head(config, host) else []  # nothing listens there yet
         started = time.monotonic()
-        parts = {"learner": asyncio.create_task(_check_learner(config, started, file, *unasked))}
-        if config.rollout.num_servers:
+        parts = dict[str, asyncio.Task[Found]]()
+        if config.rollout.num_servers:  # its process starts before the learner's files are checked here
             parts["rollout server"] = server = asyncio.create_task(_check_process("penstock_rollout", file))
+        parts["learner"] = asyncio.create_task(_check_learner(config, started, file, *unasked))
+        if config.rollout.num_servers:
             if _paths(config):
                 reward = asyncio.create_task(_call_reward(config))
                 dataset = asyncio.create_task(_look_at_dataset(config, started, [server, reward]))
@@ -209,12 +211,15 @@ def doubts_about_rows(config: RunConfig, files: dict[Path, list[Prompt]]) -> lis
 
 
 COMPARING_REWARDS = ("exact_match", "gsm8k", "math", "search_qa", "verl")
-"""Kinds of rewards that give every answer the same score, without an error, if there is no ground truth."""
+"""Kinds of rewards that compare answers with the ground truth."""
 
 
 def _without_truth(config: RunConfig, choice: RewardChoice, files: dict[Path, list[Prompt]]) -> Iterator[str]:
     """The usual mistake with a dataset whose columns have other names than verl's."""
-    if config.learner.reward_model is not None or config.rollout.agents.turn_rewards == "replace":
+    learner = config.learner
+    if learner.reward_model is not None or learner.step or learner.ahead:
+        return
+    if config.rollout.agents.turn_rewards in ("replace", "last"):
         return
     for path, prompts in files.items():
         sources = [prompt.data_source for prompt in prompts if prompt.ground_truth is None]
@@ -222,7 +227,7 @@ def _without_truth(config: RunConfig, choice: RewardChoice, files: dict[Path, li
         if num_rows := sum(reward.kind in COMPARING_REWARDS for reward in known):
             yield (
                 f"{num_rows} of the first {len(prompts)} prompts of {path} have no ground truth, which their reward "
-                "compares answers with; name its column in dataset.columns.ground_truth"
+                "compares answers with; name its column in dataset.columns.ground_truth, unless an agent gives rewards"
             )
 
 

@@ -259,7 +259,9 @@ def set_generation(values: Values) -> list[str]:
     values.set_direct()
     look_at_model(values, "model.path")
     num_gpus = number(values.get("trainer.n_gpus_per_node"), 8) if values.is_given("trainer.n_gpus_per_node") else 1
-    num_servers = num_gpus // int(values.get("rollout.tensor_model_parallel_size"))
+    num_servers, num_idle = divmod(num_gpus, int(values.get("rollout.tensor_model_parallel_size")))
+    if num_idle:
+        values.lose("trainer.n_gpus_per_node", f"{num_idle} of {num_gpus} are left over by engines of equal size")
     values.set("run", "verl-generation")
     prompt, response = int(values.get("rollout.prompt_length")), int(values.get("rollout.response_length"))
     values.set("rollout.engine.max_model_len", int(values.get("rollout.max_model_len") or prompt + response))

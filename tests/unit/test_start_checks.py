@@ -319,7 +319,7 @@ def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(
     assert cli.main(["up", str(DEMO), "--check", *words, "--rollout.reward.function_file", reward]) == 0
     *progress, last = capsys.readouterr().out.splitlines()
     assert progress[:2] == [
-        "checking the config, its files and ports", "checking in parallel: learner, rollout server, dataset, reward",
+        "checking the config, its files and ports", "checking in parallel: rollout server, learner, dataset, reward",
     ]  # fmt: skip
     assert "penstock_rollout asked; up to 1,000 rows of some.jsonl; the reward on 1 row; a checkpoint takes" in last
     num_bytes = 12 * find_shape(str(DEMO.with_name("model"))).num_parameters

@@ -93,11 +93,10 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
         if config.rollout.num_servers:  # its process starts before the learner's files are checked here
             parts["rollout server"] = server = asyncio.create_task(_check_process("penstock_rollout", file))
         parts["learner"] = asyncio.create_task(_check_learner(config, started, file, *unasked))
-        if config.rollout.num_servers:
-            if _paths(config):
-                reward = asyncio.create_task(_call_reward(config))
-                dataset = asyncio.create_task(_look_at_dataset(config, started, [server, reward]))
-                parts |= {"dataset": dataset, "reward": reward}
+        if config.rollout.num_servers and _paths(config):
+            reward = asyncio.create_task(_call_reward(config))
+            dataset = asyncio.create_task(_look_at_dataset(config, started, [server, reward]))
+            parts |= {"dataset": dataset, "reward": reward}
         print(f"checking in parallel: {', '.join(parts)}", flush=True)
         ended = await asyncio.gather(*(_shown(name, part, started) for name, part in parts.items()))
     if failures := [str(each) for each in ended if isinstance(each, PenstockError)]:

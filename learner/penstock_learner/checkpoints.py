@@ -468,10 +468,13 @@ class CheckpointStore:
 
     def _usable(self, rewind: RunRewind | None) -> list[Path]:
         """The finished checkpoints that the run has not abandoned, newest first."""
-        usable = [path for path in self.newest_first() if self._is_usable(path.name, rewind)]
-        if rewind is None or (target := Path(rewind.checkpoint)).parent == self.folder.absolute():
-            return usable
-        return [*usable, target] if target.is_dir() else usable
+        if rewind is None:
+            return self.newest_first()
+        target = Path(rewind.checkpoint)
+        is_ours = target.parent == self.folder.absolute()
+        later = [path for path in self.newest_first() if _term_of(path) >= rewind.term]
+        earlier = [path for path in self.newest_first() if is_ours and path.name < target.name]
+        return [*later, *([self.folder / target.name if is_ours else target] if target.is_dir() else []), *earlier]
 
     def _is_usable(self, name: str, rewind: RunRewind | None) -> bool:
         """Whether the run has not abandoned the checkpoint of this name."""

@@ -459,6 +459,10 @@ class RoleGroup:
 
     def _explained(self, method: str, errors: list[BaseException]) -> BaseException:
         """The error that explains the others. If a rank died, that explains the errors of the other ranks."""
+        for error in errors:
+            if isinstance(error, RayActorError) and error.actor_init_failed:  # it would fail again
+                reason = str(error).strip().splitlines()[-1]
+                return ProcessDied(f"a rank of the {self.name} role could not start: {reason}")
         if any(isinstance(error, DEATHS) for error in errors):
             return RoleDied(self.name, f"a rank of the {self.name} role died in {method}")
         error = errors[0]

@@ -176,7 +176,7 @@ def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_the_learn
         asyncio.run(append_groups(config, GROUPS_PER_STEP * (NUM_STEPS - 2)))
         return True
 
-    code, output = run_learner(config, "reward_model.0:2", kill_a_rank)
+    code, output = run_learner(config, "reward_model.0:3", kill_a_rank)
     assert code == 0, output[-3000:]
     for role in ("reward_model", "critic"):
         assert output.count(f"the {role} role is restarted") == 1, output[-3000:]

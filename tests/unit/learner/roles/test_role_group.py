@@ -202,6 +202,13 @@ def test_the_actor_of_a_rank_passes_calls_on_to_its_worker() -> None:
         actor.call("controller", "declarations")
 
 
+def test_a_rank_that_cannot_start_is_not_restarted_and_its_reason_is_told() -> None:
+    text = "The actor died because of an error raised in its creation task\nTraceback:\nImportError: no kernel"
+    failed = RayActorError(error_msg=text, actor_init_failed=True)
+    found = controller_of(FakeCluster())._explained("wait_idle", [RayActorError(), failed])
+    assert isinstance(found, ProcessDied) and str(found).endswith("role could not start: ImportError: no kernel")
+
+
 async def test_a_set_with_a_dead_rank_is_not_adopted() -> None:
     cluster = FakeCluster()
     await controller_of(cluster).start()

@@ -75,7 +75,7 @@ START_S = 180.0
 DRAIN_S = 180.0
 LINE_S, CHECK_S, COUNT_S = sized((30.0, 60.0, 10.0), (1.0, 1.0, 1.0))
 """Time between two lines of progress, two checks of conservation and memory, and two counts of unfinished work."""
-FOLLOWED_S = 350.0
+FOLLOWED_S = 550.0
 POLL_S = 0.2
 STALL_S = 240.0
 """A run without a step for this long has failed."""

@@ -218,15 +218,8 @@ def address_towards(host: str, port: int) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free now. Bind it soon, before another process does."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def free_port_for_later(host: str) -> int:
-    """Return a free port for a process that binds it only after minutes. Systems give no such port to others meanwhile:
-    theirs begin at 32768."""
+    """Return a free port, also for a process that binds it only after minutes: systems give none of these to processes
+    that ask for any, because theirs begin at 32768."""
     return next(port for port in random.SystemRandom().sample(range(20_000, 32_000), 1_000) if port_is_free(host, port))
 
 

@@ -70,7 +70,7 @@ def score(model_folder: Path) -> float:
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "examples" / "arithmetic" / "demo.yaml"
-START_S, TRAIN_S = 300.0, 300.0
+START_S, TRAIN_S = 550.0, 300.0
 POLL_S = 0.2
 SUBMIT_EVERY_S = 1.0
 """Rarely: asking how many prompts are left takes time of a core that the run needs."""

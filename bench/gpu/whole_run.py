@@ -227,7 +227,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=8, help="samples of a prompt")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of every response")
-    parser.add_argument("--timeout", type=float, default=sized(240.0, 350.0), help="deadline of each part, in seconds")
+    parser.add_argument("--timeout", type=float, default=sized(240.0, 550.0), help="deadline of each part, in seconds")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     for part in parts:

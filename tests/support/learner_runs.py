@@ -28,7 +28,7 @@ from penstock.store.redis_client import connect
 from penstock.trajectory import Group
 from penstock_learner.checkpoints import shards_folder
 from support.groups import make_group
-from support.processes import LISTING_S
+from support.processes import LISTING_S, command_of
 
 GROUPS_PER_STEP = 2
 NUM_STEPS = 4
@@ -160,12 +160,7 @@ def run_learner(
 
 def ranks_of(worker: str, processes: list[psutil.Process]) -> list[psutil.Process]:
     """The processes that are a rank of the role, by the name of its worker class."""
-    found = []
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if f"ray::{worker}" in " ".join(process.cmdline()):
-                found.append(process)
-    return found
+    return [process for process in processes if f"ray::{worker}" in " ".join(command_of(process))]
 
 
 def queue_stat(config: RunConfig) -> QueueStat:

@@ -39,6 +39,21 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
+def is_running(pid: int) -> bool:
+    try:
+        return is_alive(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """The words of its command; none once it has ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def listeners(processes: Iterable[psutil.Process]) -> dict[str, str]:
     """The addresses on which the processes accept TCP connections, each with the command of its process."""
     found = {}
@@ -47,7 +62,7 @@ def listeners(processes: Iterable[psutil.Process]) -> dict[str, str]:
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     host, port = connection.laddr
-                    found[f"{host} {port}"] = " ".join(process.cmdline()).strip()[:120]
+                    found[f"{host} {port}"] = " ".join(command_of(process)).strip()[:120]
         except psutil.NoSuchProcess:
             continue
     return found
@@ -142,7 +157,7 @@ class DemoProcess:
         """Processes started by the demo that are still alive. A process that is just ending gets time to."""
         alive = [process for process in self.seen.values() if is_alive(process)]
         _, alive = psutil.wait_procs(alive, timeout=30)
-        return [" ".join(process.cmdline()[:4]) for process in alive if is_alive(process)]
+        return [" ".join(command_of(process)[:4]) for process in alive if is_alive(process)]
 
     def text(self) -> str:
         return self.output.read_text()

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, ProcessDied
 from penstock_tools.local import local_run, processes
 from penstock_tools.local.local_run import LocalRun, _work_at_end
 from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
-from support.processes import until
+from support.processes import is_alive, until
 
 SERVER = "rollout-0"
 
@@ -281,4 +281,4 @@ def adopted(group: ProcessGroup) -> list[psutil.Process]:
     """Processes in the sessions of children that are not their descendants any more."""
     leaders = {child.process.pid for child in group.children}
     found = [process for process in psutil.Process().children() if process.pid not in leaders]
-    return [process for process in found if os.getsid(process.pid) in leaders]
+    return [process for process in found if is_alive(process) and os.getsid(process.pid) in leaders]

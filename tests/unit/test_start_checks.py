@@ -321,7 +321,8 @@ def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(
     assert progress[:2] == [
         "checking the config, its files and ports", "checking in parallel: rollout server, learner, dataset, reward",
     ]  # fmt: skip
-    assert "penstock_rollout asked; up to 1,000 rows of some.jsonl; the reward on 1 row; a checkpoint takes" in last
+    assert "penstock_rollout asked; penstock_learner asked; up to 1,000 rows of some.jsonl; the reward on 1 row" in last
+    assert "; a checkpoint takes about" in last
     num_bytes = 12 * find_shape(str(DEMO.with_name("model"))).num_parameters
     assert f"about {num_bytes / 1e6:.3g} MB" in last, "each parameter with its two moments"
 

@@ -28,7 +28,7 @@ from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import GenerateRequest
 from penstock_rollout.engines.sglang import calls as sglang_calls
 from penstock_rollout.engines.sglang.engine import SglangEngine
-from support.processes import is_alive
+from support.processes import command_of, is_alive, is_running
 from support.served_engines import (
     LONG,
     Answer,
@@ -108,11 +108,7 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def child_of(pid: int) -> psutil.Process:
     """The newest child of the process that is a stand-in."""
     children = [process for process in psutil.Process(pid).children() if is_alive(process)]
-    return [process for process in children if STAND_IN in process.cmdline()][-1]
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and is_alive(psutil.Process(pid))
+    return [process for process in children if STAND_IN in command_of(process)][-1]
 
 
 async def until_gone(*pids: int) -> None:
@@ -330,10 +326,11 @@ async def test_death_of_sglang_ends_its_requests_and_is_noticed(served: Served) 
     """The last test, because it ends the engine of the others."""
     greedy = Sampling(temperature=0, max_tokens=200)
     one, other = prompts_of_long_answers(served)
+    stand_in = child_of(os.getpid())
     silent = asyncio.ensure_future(served.answer(one, greedy))
     streamed = served.chunks(other, greedy)
     await anext(streamed)
-    child_of(os.getpid()).kill()
+    stand_in.kill()
     async with asyncio.timeout(60):
         with pytest.raises(Unavailable):
             [chunk async for chunk in streamed]

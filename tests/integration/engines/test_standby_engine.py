@@ -10,11 +10,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
 import pytest
 
 from penstock_rollout.engines.vllm.standby import SWITCH
-from support.processes import is_alive, until
+from support.processes import is_running, until
 from support.tiny_models import make_tiny_qwen2
 
 SERVER = """
@@ -41,10 +40,6 @@ async def main():
 if __name__ == "__main__":
     asyncio.run(main())
 """
-
-
-def is_running(pid: int) -> bool:
-    return psutil.pid_exists(pid) and is_alive(psutil.Process(pid))
 
 
 @pytest.mark.timeout(600)

@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.samples import SampleFilter, groups_newest_first, select
 from support.bench_smoke import FOLLOWERS, SmokeRun
-from support.processes import DemoProcess, until
+from support.processes import DemoProcess, command_of, until
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Pat
     first = DemoProcess(tmp_path, *overrides)
     try:
         first.wait_for_step(5)
-        [learner] = [p for p in first.descendants() if "penstock_learner" in p.cmdline()]
+        [learner] = [p for p in first.descendants() if "penstock_learner" in command_of(p)]
         os.kill(learner.pid, signal.SIGKILL)
         assert first.wait() == 1
         assert "learner was killed by SIGKILL" in first.text()
@@ -127,12 +127,7 @@ def test_a_run_whose_learner_was_killed_goes_on_when_started_again(tmp_path: Pat
 
 
 def servers(demo: DemoProcess) -> list[psutil.Process]:
-    found = []
-    for process in demo.descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # or it is a zombie
-            if "penstock_rollout" in process.cmdline():
-                found.append(process)
-    return found
+    return [process for process in demo.descendants() if "penstock_rollout" in command_of(process)]
 
 
 def zombies(demo: DemoProcess) -> list[psutil.Process]:

@@ -46,7 +46,7 @@ from support.monitoring import (
     scraping,
     serve_engine_samples,
 )
-from support.processes import ROOT, DemoProcess, beyond_loopback, listeners, until
+from support.processes import ROOT, DemoProcess, beyond_loopback, command_of, listeners, until
 
 PROCESSES = {"gateway": "gateway", "rollout": "rollout-0", "learner": "learner"}
 WITHOUT_SERIES = {"penstock_rollout_failures_total", "penstock_tool_calls_total", "penstock_reward_part_mean"}
@@ -128,10 +128,7 @@ def test_no_process_of_a_private_run_listens_beyond_loopback(live: DemoProcess) 
 
 
 def test_ray_starts_no_process_that_a_private_run_does_not_need(live: DemoProcess) -> None:
-    commands = []
-    for process in live.descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            commands.append(" ".join(process.cmdline()))
+    commands = [" ".join(command_of(process)) for process in live.descendants()]
     assert any("gcs_server" in command for command in commands)
     for program in ("dashboard/dashboard.py", "_private/log_monitor.py", "autoscaler/"):
         assert not [command for command in commands if program in command and "raylet" not in command.split()[0]]
@@ -144,10 +141,9 @@ def test_no_command_line_shows_a_secret(live: DemoProcess) -> None:
     ]
     assert all(len(secret) >= 32 for secret in secrets)
     for process in [*live.descendants(), psutil.Process(live.process.pid)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            words = process.cmdline()
-            assert not [word for word in words for secret in secrets if secret in word], words
-            assert not [word for word in words if "RAY_AUTH_TOKEN" in word], words
+        words = command_of(process)
+        assert not [word for word in words for secret in secrets if secret in word], words
+        assert not [word for word in words if "RAY_AUTH_TOKEN" in word], words
 
 
 # ── Prometheus ──
@@ -441,7 +437,7 @@ def test_the_console_of_the_ended_run_is_shown_again(live: DemoProcess) -> None:
         with SyncPenstockClient.from_run_dir(live.folder) as client:
             steps = [step.step for step in client.metrics(1000)]
             assert client.get_run().state == "STOPPED" and steps == sorted(set(steps)) and len(steps) > 5
-        commands = [" ".join(process.cmdline()) for process in view.descendants()]
+        commands = [" ".join(command_of(process)) for process in view.descendants()]
         started = [command for command in commands if "orphan_cleanup" not in command]
         assert sorted("redis-server" in command for command in started) == [False, True], commands
         assert any("penstock_services.gateway" in command for command in started), commands

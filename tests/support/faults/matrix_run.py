@@ -8,7 +8,6 @@ state after step n is the same in every run, and a run with faults is compared w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -39,7 +38,7 @@ from support.faults.proxy import ProxyThread
 from support.faults.steady_server import SAMPLE_S
 from support.fleet_runs import EXAMPLE, Part
 from support.learner_runs import state_hash
-from support.processes import is_alive
+from support.processes import command_of, is_alive
 
 GROUPS_PER_STEP = 4
 NUM_STEPS = 60
@@ -317,12 +316,8 @@ class MatrixRun:
 
     def ranks(self, worker: str = "Policy") -> list[psutil.Process]:
         """The processes of the learner that are ranks of a role."""
-        found = []
-        for process in self.parts["learner"].tree():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if re.search(rf"ray::{worker}", " ".join(process.cmdline())) and is_alive(process):
-                    found.append(process)
-        return found
+        found = [each for each in self.parts["learner"].tree() if f"ray::{worker}" in " ".join(command_of(each))]
+        return [each for each in found if is_alive(each)]
 
     # ── the end ──
 

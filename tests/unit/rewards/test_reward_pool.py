@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from penstock.config.rollout import RewardConfig
 from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.pool import RewardPool
 from penstock_rollout.rewards.scorer import Scorer
+from support.processes import command_of
 
 FUNCTION = """
 import os
@@ -26,12 +26,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 
 def workers() -> set[int]:
     """The reward processes of this one. A child that has ended, maybe of another test, has no command any more."""
-    found = set()
-    for child in psutil.Process().children():
-        with contextlib.suppress(psutil.ZombieProcess, psutil.NoSuchProcess):
-            if "penstock_rollout.rewards.pool" in child.cmdline():
-                found.add(child.pid)
-    return found
+    children = psutil.Process().children()
+    return {child.pid for child in children if "penstock_rollout.rewards.pool" in command_of(child)}
 
 
 @pytest.fixture

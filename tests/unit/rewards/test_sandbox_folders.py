@@ -16,6 +16,7 @@ import pytest
 
 from penstock_rollout.rewards.sandbox.builtin import BaseFolder, remove_leftovers, remove_tree
 from penstock_rollout.rewards.sandbox.program import MAX_FILES, ControlGroup, files_are_exceeded
+from support.processes import is_running
 from support.sandbox_attacks import ORDINARY_USER, Server, ordinary_python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is for Linux")
@@ -134,8 +135,7 @@ with base.private_folder() as folder:
 def _ends(pid: int) -> bool:
     """Wait until a process that is not ours has ended, for 10 seconds at most."""
     for _ in range(200):
-        state = Path(f"/proc/{pid}/stat")
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+        if not is_running(pid):
             return True
         time.sleep(0.05)
     return False

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -21,6 +22,7 @@ from penstock_rollout.metrics import RolloutMetrics
 from penstock_rollout.rewards.pool import RewardFailed
 from penstock_rollout.rewards.scorer import RemoteScorer, Scorer
 from support.confinements import needs_sandbox
+from support.processes import command_of
 
 FUNCTIONS = '''
 from __future__ import annotations
@@ -458,8 +460,8 @@ def _processes_with(word: str) -> list[int]:
 
 async def _no_workers_left() -> bool:
     for _ in range(100):
-        children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-        if not any(b"rewards.pool" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children):
+        children = psutil.Process().children()
+        if not any("rewards.pool" in " ".join(command_of(child)) for child in children):
             return True
         await asyncio.sleep(0.05)
     return False

@@ -28,7 +28,7 @@ from typing import Any
 from penstock.cancellation import end_task
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, InvalidInput, Unavailable, WeightPushFailed
-from penstock.machine import free_port_for_later
+from penstock.machine import free_port
 from penstock.trajectory import FinishReason
 from penstock.v1 import weights_pb2
 from penstock_rollout.engines.engine import CommitReport, Engine, EngineStats, GenerateRequest, TokenChunk
@@ -89,7 +89,7 @@ class SglangEngine(Engine):
 
     async def start(self, policy_version: int) -> None:
         self._read_folder()
-        port = free_port_for_later(HOST)
+        port = free_port(HOST)
         arguments = server_arguments(
             self._config, self._model_path, self._dtype, self._seed, policy_version=policy_version, port=port
         )

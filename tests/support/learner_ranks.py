@@ -63,7 +63,7 @@ class LocalRole:
 
     async def call_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         if gate := self.gates.get("update" if method == "update" else "forward"):
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await gate.wait()
         return [getattr(self.rank, method)(*arguments[0])]
 

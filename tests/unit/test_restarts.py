@@ -35,7 +35,7 @@ def group(tmp_path: Path) -> Iterator[ProcessGroup]:
 def kill(group: ProcessGroup) -> None:
     [child] = group.children
     os.kill(child.process.pid, signal.SIGKILL)
-    child.process.wait(10)
+    child.process.wait(60)
 
 
 def is_ready(_: Child) -> bool:
@@ -142,7 +142,7 @@ def test_a_process_that_hangs_is_killed_and_started_again(group: ProcessGroup) -
     until(lambda: child.is_stopped, "the process to stop")
     assert restarts.check() == []
     group.kill(child, "sent no heartbeat for 135 s and was killed")
-    child.process.wait(10)
+    child.process.wait(60)
     [found] = restarts.check()
     assert found.text.startswith("rollout-0 sent no heartbeat for 135 s and was killed (log: ")
 
@@ -155,7 +155,7 @@ def test_a_process_that_exits_is_started_again_only_if_it_was_ready(
     group: ProcessGroup, name: str, was_ready: Callable[[Child], bool], code: int, goes_on: bool
 ) -> None:
     restarts = Restarts(group, (SERVER,), 5, was_ready)
-    group.start(name, ["sh", "-c", f"echo error: no room; exit {code}"]).process.wait(10)
+    group.start(name, ["sh", "-c", f"echo error: no room; exit {code}"]).process.wait(60)
     if goes_on:
         assert isinstance(restarts.check()[0], Restart)
         return
@@ -168,7 +168,7 @@ def test_adopted_processes_leave_no_zombies_and_the_rest_of_a_dead_process_is_ki
     with subprocess.Popen(["true"]) as other:  # a child of this process that has ended and that somebody else waits for
         os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
         check_adoption(group)
-        assert other.wait(10) == 0
+        assert other.wait(60) == 0
 
 
 def check_adoption(group: ProcessGroup) -> None:
@@ -270,7 +270,7 @@ async def test_only_a_learner_that_can_save_has_long_for_it(
     )
     child = run.processes.start("redis", redis.split(), ends_last=True)
     if redis == "true":
-        child.process.wait(10)
+        child.process.wait(60)
     run._start_workers()
     run.has_trained = has_trained
     await run.__aexit__(None, error)

@@ -60,7 +60,7 @@ from support.scripted_engines import TalkingEngine, make_tokenizer_folder, servi
 from support.trained_prompts import trained_samples
 
 RUN = "test"
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 MAX_URL = 60_000
 """Longest URL that the client sends."""
 ENDLESS = r"/results$|:watch$|:wait$|^/metrics$"

@@ -37,7 +37,7 @@ def limited_redis(tmp_path: Path) -> Iterator[RedisProcess]:
     limited = f'trap "" XFSZ; ulimit -S -f {LIMIT_BLOCKS}; exec "$0" "$1"'
     command = ["sh", "-c", limited, find_redis_server(), str(server.config)]
     server.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    assert wait_for_port("127.0.0.1", server.port, timeout_s=20)
+    assert wait_for_port("127.0.0.1", server.port, timeout_s=100)
     yield server
     server.kill()
 

@@ -79,7 +79,7 @@ def redis_server(*options: str, port: int) -> Iterator[None]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert wait_for_port("127.0.0.1", port, timeout_s=20), "Redis did not start"
+        assert wait_for_port("127.0.0.1", port, timeout_s=100), "Redis did not start"
         yield
     finally:
         process.kill()
@@ -197,7 +197,7 @@ def sentinel(folder: Path) -> Iterator[RedisConfig]:
     config.write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\n")
     process = subprocess.Popen([find_redis_server(), str(config), "--sentinel"], stdout=subprocess.DEVNULL)
     try:
-        assert wait_for_port("127.0.0.1", port, timeout_s=20)
+        assert wait_for_port("127.0.0.1", port, timeout_s=100)
         yield RedisConfig(url=f"redis://127.0.0.1:{port}/0")
     finally:
         process.kill()

@@ -47,7 +47,7 @@ MAX_PAUSE_S = 0.03
 NUM_SUBMITTERS, NUM_SERVERS = 3, 2
 OWNERS = ("alice", "bob")
 """API keys. They take turns in owning submissions, and each pair of submissions has the same idempotency key."""
-GATEWAY_START_S = 60
+GATEWAY_START_S = 100
 MOST_S = 120
 CALLS = {"submit", "lease", "append", "take", "commit", "cancel", "requeue"}
 INTRUSIONS = {

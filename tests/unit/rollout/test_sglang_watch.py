@@ -47,10 +47,10 @@ async def test_a_process_that_is_stopped_or_dies_is_noticed(
         assert not watching.done() and server.is_alive
         signalled = scheduler if is_child else process.pid
         os.kill(signalled, number)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await watching
         assert lost == [reason.format(signalled)] and not server.is_alive
     finally:
         monkeypatch.setattr(server, "calls", calls)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await server.stop()

@@ -177,7 +177,7 @@ async def test_groups_are_decoded_without_blocking_the_event_loop(monkeypatch: p
 
     def held(payload: bytes) -> Group:
         started.set()
-        assert released.wait(10), "the event loop was blocked"
+        assert released.wait(60), "the event loop was blocked"
         return decode_group(payload)
 
     monkeypatch.setattr(batches, "decode_group", held)

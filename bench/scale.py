@@ -126,8 +126,9 @@ class Scale:
         await learner.control.resume()
         await learner.make_steps(self.generate_s + self.seconds / 2)  # until groups come evenly
         await servers.order("lease")
-        before = self.meter.read()
-        num_groups = await learner.make_steps(self.seconds)
+        before, num_groups = self.meter.read(), 0
+        while not num_groups:  # a machine that is busy elsewhere may make none in the time of a smoke run
+            num_groups = await learner.make_steps(self.seconds)
         groups = self.meter.read().minus(before)
         client = submitting(self.config, KEY)
         before = self.meter.read()

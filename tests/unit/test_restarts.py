@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from penstock.errors import ConfigError, ProcessDied
 from penstock_tools.local import local_run, processes
 from penstock_tools.local.local_run import LocalRun, _work_at_end
 from penstock_tools.local.processes import Child, HungServers, ProcessGroup, Restart, Restarts
-from support.processes import is_alive, until
+from support.processes import until
 
 SERVER = "rollout-0"
 
@@ -281,4 +282,10 @@ def adopted(group: ProcessGroup) -> list[psutil.Process]:
     """Processes in the sessions of children that are not their descendants any more."""
     leaders = {child.process.pid for child in group.children}
     found = [process for process in psutil.Process().children() if process.pid not in leaders]
-    return [process for process in found if is_alive(process) and os.getsid(process.pid) in leaders]
+    return [process for process in found if session_of(process) in leaders]
+
+
+def session_of(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError):  # it was reaped meanwhile
+        return os.getsid(process.pid)
+    return None

@@ -338,6 +338,7 @@ def test_what_needs_neither_torch_nor_transformers_is_checked_before_their_impor
     """Also by the check of a rollout server, whose process is a part of the check of `up`."""
     program = """
 import sys
+from pathlib import Path
 from penstock.cli.main import main
 from penstock.config.loading import load_config
 from penstock_rollout.start_check import check
@@ -351,7 +352,7 @@ def tokenize(config, files):
     return []
 
 words = ["--run_dir", sys.argv[3], "--redis.url", "redis://127.0.0.1:1", "--rollout.engine.name", "torch"]
-check(load_config(sys.argv[1], words))
+check(load_config(Path(sys.argv[1]), words))
 start_check._check_process, start_check.doubts_about_lengths, start_check.QUICK_S = ask, tokenize, 60.0
 data = ["--dataset.file", sys.argv[2], "--dataset.max_tokens", "16"]
 sys.exit(main(["up", sys.argv[1], "--check", "--run_dir", sys.argv[3], *data]))

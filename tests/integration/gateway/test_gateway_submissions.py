@@ -60,6 +60,9 @@ async def test_a_cancelled_upload_leaves_no_file(gateway: Gateway, monkeypatch: 
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+    async with asyncio.timeout(60):
+        while 'inflight_requests{protocol="grpc"} 0.0' not in (await gateway.rest.get("/metrics")).text:
+            await asyncio.sleep(0.05)  # until the gateway has heard of it
     assert len(list(folder.iterdir())) == 1
     left.set()
     async with asyncio.timeout(60):

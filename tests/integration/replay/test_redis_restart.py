@@ -39,7 +39,7 @@ async def server(tmp_path: Path) -> AsyncIterator[RedisProcess]:
 
 @pytest.fixture
 async def client(server: RedisProcess) -> AsyncIterator[RedisClient]:
-    client = connect(RedisConfig(url=server.url, retry_s=30), patient=True)
+    client = connect(RedisConfig(url=server.url, retry_s=100), patient=True)
     yield client
     await client.aclose()
 
@@ -57,13 +57,13 @@ async def test_a_waiting_learner_outlives_a_restart(
         await queue.append(first, encode_group(make_group(first.prompt_id)), 0)
         server.kill()
         with caplog.at_level(logging.WARNING, logger="penstock.store.redis_client"):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(100):
                 while "Redis does not answer" not in caplog.text:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         assert not reading.done()
         server.start()
         await queue.append(second, encode_group(make_group(second.prompt_id)), 0)
-        batch = await asyncio.wait_for(reading, 30)
+        batch = await asyncio.wait_for(reading, 100)
     finally:
         await end_task(reading)
     assert batch.prompt_ids == [first.prompt_id, second.prompt_id]
@@ -76,7 +76,7 @@ async def test_patience_ends_and_is_not_for_everyone(server: RedisProcess) -> No
     for patient, retry_s in ((True, 0.5), (False, 60)):
         client = connect(RedisConfig(url=server.url, retry_s=retry_s), patient=patient)
         queue = RedisReplayQueue(client, "restart", REPLAY)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             with pytest.raises(Unavailable, match="does not answer"):
                 await queue.stat()
             with pytest.raises(Unavailable, match="does not answer"):

@@ -23,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, redis_process: RedisProcess) -
     """One run that all tests of this file share. Its leases are so long that no prompt comes back by expiry."""
     folder = tmp_path_factory.mktemp("runs")
     config = fleet_config(folder, redis_process.url, "rolling", transport="gloo")
-    replay = config.replay.model_copy(update={"lease_ttl_s": 300.0})
+    replay = config.replay.model_copy(update={"lease_ttl_s": 300.0, "max_staleness": 8})
     with FleetRun(config.model_copy(update={"replay": replay}), redis_process.url) as run:
         yield run
 

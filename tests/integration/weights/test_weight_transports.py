@@ -298,15 +298,17 @@ def test_a_member_that_dies_in_a_delta_leaves_and_the_others_are_exact(
     transport: str, tmp_path: Path, start: Start
 ) -> None:
     """The healthy member may have applied a part of the delta to its only copy of the base when the other one dies."""
-    config = config_of(tmp_path, transport, delta=True)
+    config = config_of(tmp_path, transport, delta=True, ready_timeout_s=60.0, push_timeout_s=60.0)
     publisher = WeightPublisher(config, "127.0.0.1")
     digests = [stage(publisher, 1, changed=0.02)]
     num_buckets = len(publisher.staged[1].memory.buckets)
     healthy, dying = start(config), start(config, fault=f"die@receive#{num_buckets + 2}")
-    whole = publisher.push(1, targets(healthy, dying)).num_bytes // 2
+    first = publisher.push(1, targets(healthy, dying))
+    assert_committed(first, healthy, dying)
+    whole = first.num_bytes // 2
     digests.append(stage(publisher, 2, keep=(1,), changed=0.02))
     report = publisher.push(2, targets(healthy, dying), base_version=1)
-    assert dying.has_hung
+    assert dying.has_hung, report
     assert list(report.failed) == [dying.target.server_id]
     assert_committed(report, healthy)
     digests.append(stage(publisher, 3, keep=(2,), changed=0.02))

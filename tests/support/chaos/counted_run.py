@@ -33,7 +33,14 @@ class CountedRun:
         self.store = CheckpointStore(folder / "checkpoints", KEEP)
         self.redis = RedisConfig(url=redis.url)
         replay: dict[str, object] = {"groups_per_step": GROUPS_PER_STEP, "max_staleness": 1}
-        self.settings = Settings(redis.url, str(self.store.folder), replay, step_s=(0, 0), batch_timeout_s=DEADLINE_S)
+        self.settings = Settings(
+            redis.url,
+            str(self.store.folder),
+            replay,
+            step_s=(0, 0),
+            batch_timeout_s=DEADLINE_S,
+            starved_s=DEADLINE_S / 4,
+        )
         self.clients: list[RedisClient] = []
 
     def queue(self) -> RedisReplayQueue:

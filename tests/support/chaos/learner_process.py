@@ -42,8 +42,6 @@ from support.chaos.workload import (
 logger = logging.getLogger(__name__)
 WEIGHTS_FILE = "folded.json"
 KEEP = 2
-STARVED_SHARE = 0.25
-"""The controller's value. This process does not import the controller, which needs torch."""
 TOOK_OVER = "took over"
 """Log line of a learner that acts under its own term."""
 
@@ -134,7 +132,7 @@ class ChaosLearner:
                         await task
 
     async def _batch_or_stop(self, reading: asyncio.Task[Batch], trained_step: int, version: int) -> Batch | None:
-        batch = await self._or_stop(reading, self.settings.batch_timeout_s * STARVED_SHARE)
+        batch = await self._or_stop(reading, self.settings.starved_s)
         if batch is None and not self.stopping.is_set():
             await self._checkpoint(trained_step, version)
             batch = await self._or_stop(reading, None)

@@ -37,7 +37,9 @@ class Settings:
     step_s: tuple[float, float] = (0.01, 0.04)
     group_s: tuple[float, float] = (0.005, 0.06)
     concurrent_groups: int = 12
-    batch_timeout_s: float = 20.0
+    batch_timeout_s: float = 60.0
+    starved_s: float = 5.0
+    """Wait for a batch after which the learner writes a checkpoint. The controller's is a share of `batch_timeout_s`."""
     redis_timeout_s: float = 5.0
     redis_retry_s: float = 20.0
     rewind_to: str = ""

@@ -39,7 +39,7 @@ from support.faults.proxy import FaultyProxy, LostReplies
 T = TypeVar("T")
 Fault = Literal["kill producer", "kill learner", "crash point", "zombie learner", "kill redis", "cut redis' tail"]
 LEARNER_ENDS = {FENCED: "fenced", UNAVAILABLE: "no redis", TOO_LATE: "no batch in time"}
-STALL_S = 60.0
+STALL_S = 180.0
 """A run without progress for this long has failed. Every recovery takes far less."""
 APPEND_MARK = b":group:"
 """Every append's SET contains this, and no other request of a producer does."""

@@ -47,7 +47,7 @@ class Child:
         if self.process is not None:
             self.is_expected_to_die = True
             self.process.kill()
-            self.process.wait(timeout=20)
+            self.process.wait(timeout=60)
 
     def send(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -74,7 +74,14 @@ class LosingRedis(RedisProcess):
         now = time.monotonic()
         with contextlib.suppress(FileNotFoundError):
             self._sizes.append((now, self._log_file.stat().st_size))
-        while self._sizes and self._sizes[0][0] < now - LOSS_WINDOW_S:
+        self._forget_before(now - LOSS_WINDOW_S)
+
+    def kill(self) -> None:
+        super().kill()
+        self._forget_before(time.monotonic() - LOSS_WINDOW_S)  # the last sample may be older than it was meant to be
+
+    def _forget_before(self, time_s: float) -> None:
+        while self._sizes and self._sizes[0][0] < time_s:
             self._sizes.popleft()
 
     def cut_tail(self) -> int:

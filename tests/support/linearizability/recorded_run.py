@@ -178,7 +178,7 @@ class RecordedRun:
         self.config = validate(
             {
                 "run": RUN, "run_dir": str(self.folder), "model": {"path": str(EXAMPLE / "model")}, "replay": replay,
-                "redis": {"url": self.redis.url, "timeout_s": 3},
+                "redis": {"url": self.redis.url, "timeout_s": 30},
                 "gateway": {"port": free_port(), "keys_file": str(self.folder / "keys")},
             },
             "test",
@@ -198,7 +198,7 @@ class RecordedRun:
         else:
             await self._start_gateway()
         self.rest = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{self.config.gateway.port}/v1/runs/{RUN}", timeout=10, trust_env=False,
+            base_url=f"http://127.0.0.1:{self.config.gateway.port}/v1/runs/{RUN}", timeout=60, trust_env=False,
             headers=self.headers["operator"],
         )  # fmt: skip
         return self
@@ -251,7 +251,7 @@ class RecordedRun:
 
     def _has_called_all(self) -> bool:
         called = {call.name for call, _ in self.recorder.history.calls}
-        return called >= CALLS and self.tasks.called >= TASK_CALLS
+        return called >= CALLS and self.tasks.called >= TASK_CALLS and self.num_poisoned > 0
 
     async def _start_gateway(self) -> None:
         command = [sys.executable, "-m", "penstock_services.gateway", "--config", str(self.folder / "gateway.yaml")]

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 CHUNK_BYTES = 1 << 16
-START_S = 20.0
+START_S = 60.0
 Direction = Literal["to_server", "to_client"]
 Target = tuple[str, int]
 

@@ -37,7 +37,7 @@ def config(tmp_path: Path, redis_process: RedisProcess) -> RunConfig:
     return validate(
         {
             "run": "test", "run_dir": str(tmp_path), "model": {"path": str(tmp_path)},
-            "redis": {"url": redis_process.url}, "replay": {"loss_window_s": 2},
+            "redis": {"url": redis_process.url}, "replay": {"loss_window_s": 2, "lease_ttl_s": 600},
         },
         "test",
     )  # fmt: skip

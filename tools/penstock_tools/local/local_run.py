@@ -105,7 +105,7 @@ class LocalRun:
                 async with contextlib.aclosing(connect(self.config.redis)) as client:
                     await Phases(client, self.config.run).enter(LEARNER, PROCESS_STARTED, is_first=True)
                 self._start_workers()
-            self._client = await self._wait_for_gateway(gateway, timeout_s=60)
+            self._client = await self._wait_for_gateway(gateway, timeout_s=180)
             # A restarted gateway gets the ports it has now, so that clients and browsers find it again.
             listens = json.loads((self.folder / "gateway.json").read_text())
             ports = [f"--gateway.port={listens['rest_port']}", f"--gateway.grpc_port={listens['grpc_port']}"]

@@ -65,4 +65,4 @@ class SmokeRun:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)

@@ -46,6 +46,8 @@ from support.processes import LISTING_S
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic"
 POLL_S = 0.1
+START_S = 240.0
+"""On a busy machine a start takes minutes."""
 LOG_TAIL = 2500
 NUM_SAMPLES = 4
 T = TypeVar("T")
@@ -120,7 +122,7 @@ class Part:
         self.tree()
         self.may_end = True
         self.process.kill()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=60)
 
     def output(self) -> str:
         return self.log.read_bytes()[self._log_start :].decode(errors="replace")
@@ -129,7 +131,7 @@ class Part:
         for process in self.tree():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-        self.process.wait(timeout=20)
+        self.process.wait(timeout=60)
 
     def _signal_tree(self, number: signal.Signals) -> None:
         for process in self.tree():
@@ -216,7 +218,7 @@ class FleetRun:
         with contextlib.closing(redis.Redis.from_url(self._redis_url)) as client:
             client.ping()  # MONITOR wakes up when it sees a command
         for thread in self._threads:
-            thread.join(timeout=20)
+            thread.join(timeout=60)
 
     # ── parts ──
 
@@ -234,7 +236,7 @@ class FleetRun:
 
     # ── waiting ──
 
-    def until(self, found: Callable[[], T], about: str, timeout_s: float = 90) -> T:
+    def until(self, found: Callable[[], T], about: str, timeout_s: float = START_S) -> T:
         """Poll until `found` returns something true, and return that. Fail at the deadline, or if a part ends that may
         not."""
         deadline, listed_at = time.monotonic() + timeout_s, -math.inf
@@ -250,7 +252,7 @@ class FleetRun:
             time.sleep(POLL_S)
         return result
 
-    def until_serving(self, *server_ids: str, above: int = -1, timeout_s: float = 90) -> None:
+    def until_serving(self, *server_ids: str, above: int = -1, timeout_s: float = START_S) -> None:
         """Wait until all of these servers are serving versions above `above`."""
 
         def serving() -> bool:

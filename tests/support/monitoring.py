@@ -123,17 +123,17 @@ def scraping(
 
         def is_ready() -> bool:
             try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=20) as response:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=60) as response:
                     return bool(response.status == 200)
-            except urllib.error.HTTPError:
+            except OSError:
                 return False
 
-        until(is_ready, "Prometheus to be ready", timeout_s=60)
+        until(is_ready, "Prometheus to be ready")
 
         def ask(expression: str) -> list[dict[str, Any]]:
             query = urllib.parse.urlencode({"query": expression})
             url = f"http://127.0.0.1:{port}/api/v1/query?{query}"
-            with urllib.request.urlopen(url, timeout=20) as response:
+            with urllib.request.urlopen(url, timeout=120) as response:
                 answer = json.load(response)
             assert answer["status"] == "success", answer
             result: list[dict[str, Any]] = answer["data"]["result"]

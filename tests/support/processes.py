@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import ipaddress
 import json
 import os
@@ -79,14 +80,16 @@ def _is_loopback(host: str) -> bool:
 
 
 def probe(port: int, path: str = "/readyz") -> tuple[int, dict[str, Any]] | None:
-    """The status and the answer; None while nobody listens."""
+    """The status and the answer; None while nobody listens, or if the process ends before it has answered."""
+    answer: Any
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as answer:
+        try:
+            answer = urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60)
+        except urllib.error.HTTPError as refused:
+            answer = refused
+        with answer:
             return answer.status, json.load(answer)
-    except urllib.error.HTTPError as refused:
-        with refused:
-            return refused.code, json.load(refused)
-    except OSError:
+    except (OSError, http.client.HTTPException):
         return None
 
 

@@ -25,7 +25,7 @@ from support.gateways import Gateway, run_config, running
 from support.scripted_engines import make_tokenizer_folder
 from support.tiny_models import write_qwen2
 
-START_S = 60.0
+START_S = 240.0
 MAX_MODEL_LEN = 900
 
 

@@ -32,6 +32,6 @@ def test_the_feed_answers_probes(tmp_path: Path, redis_process: RedisProcess) ->
         assert [(probe(port, path) or (0,))[0] for path in PATHS] == [200, 200, 200]
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(120)
     announced = json.loads((config.folder / "feed-train.json").read_text())
     assert "metrics_port" not in announced and announced["plan"], "a feed that has ended does not listen"

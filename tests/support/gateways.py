@@ -191,7 +191,7 @@ async def submit(gateway: Gateway, *prompts: dict[str, Any]) -> list[int]:
 
 async def read_events(response: httpx.Response, count: int) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async for line in response.aiter_lines():
             if line.startswith("id: "):
                 cursor = line.removeprefix("id: ")
@@ -216,8 +216,10 @@ def assert_problem(response: httpx.Response, status: int, reason: str, field: st
 
 
 CHROMIUM = Path("/usr/bin/chromium")
-LAUNCH: dict[str, Any] = {"executable_path": str(CHROMIUM), "args": ["--no-sandbox", "--disable-gpu"]}
-"""Without a GPU, Chromium would emulate one."""
+LAUNCH: dict[str, Any] = {
+    "executable_path": str(CHROMIUM), "args": ["--no-sandbox", "--disable-gpu"], "timeout": 180_000,
+}  # fmt: skip
+"""Without a GPU, Chromium would emulate one. On a busy machine it may need minutes to start."""
 needs_chromium = pytest.mark.skipif(not CHROMIUM.exists(), reason="no /usr/bin/chromium: apt-get install chromium")
 SCREENSHOTS = os.environ.get("PENSTOCK_SCREENSHOTS")
 """A folder in which to keep screenshots."""

@@ -160,7 +160,7 @@ class ServerCounts:
 def _counts_of_server(run: Path) -> ServerCounts:
     totals: dict[str, float] = defaultdict(float)
     port = json.loads((run / "rollout-0.json").read_text())["metrics_port"]
-    for family in text_string_to_metric_families(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=5).text):
+    for family in text_string_to_metric_families(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=60).text):
         for sample in family.samples:
             totals[sample.name] += sample.value
     return ServerCounts(

@@ -67,7 +67,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clone]:
     clone.end()
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_the_commands_of_the_readme(quick_clone: Clone) -> None:
     """At the end the operator stops the run, and it ends by itself."""
     assert len(README) > 15

@@ -14,8 +14,16 @@ from support.fleet_runs import FleetRun, Part, fleet_config
 from support.processes import SeenStates, probe
 from support.redis_server import RedisProcess
 
+pytestmark = pytest.mark.timeout(900)
 TORCH = "--rollout.engine.name=torch"
 GROUPS_PER_STEP = 8
+SLOW_REWARD = """import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0.2)
+    return 1.0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +76,11 @@ def test_a_server_that_gets_sigterm_gives_its_prompts_back(run: FleetRun) -> Non
     # Without a learner only these prompts are admitted. Two run at a time, so the server is busy when it is stopped.
     num_admitted = (run.config.replay.max_staleness + 1) * GROUPS_PER_STEP
     port, states = free_port(), SeenStates()
-    old = run.start_server("old", TORCH, "--rollout.max_concurrent_groups=2", f"--rollout.metrics_port={port}")
+    # Its rewards take a while, so that it has not made all groups before it is looked at.
+    slow = run.config.folder / "slow_reward.py"
+    slow.write_text(SLOW_REWARD)
+    words = ("--rollout.max_concurrent_groups=2", f"--rollout.reward.function_file={slow}")
+    old = run.start_server("old", TORCH, *words, f"--rollout.metrics_port={port}")
     assert run.until(lambda: probe(port, "/startupz"), "its endpoint")[0] == 503, "it answers before it has a model"
     assert probe(port, "/healthz") == (200, {"status": "alive"})
     run.until(lambda: states.probe(port) == "ready", "the server to be ready")

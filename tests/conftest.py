@@ -143,7 +143,8 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis]:
-    client = connect(RedisConfig(url=redis_process.url))
+    # On a busy machine Redis may not run for a while.
+    client = connect(RedisConfig(url=redis_process.url, timeout_s=60))
     await client.flushdb()
     yield client
     await client.aclose()

@@ -39,6 +39,7 @@ async def check(folder: Path, plan: Plan) -> None:
     assert run.num_poisoned > 0 and calls.keys() >= CALLS
 
 
+@pytest.mark.timeout(600)
 async def test_a_short_history_is_linearizable(tmp_path: Path) -> None:
     await check(tmp_path, Plan(seed=7, duration_s=3.0, redis_kills=1, gateway_kills=0))
 
@@ -93,6 +94,7 @@ def cases(mutants: dict[str, tuple[str, str, str]], shown: str) -> list[Any]:
     return [name if name in ("none", shown) else pytest.param(name, marks=pytest.mark.long) for name in mutants]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mutant", cases(QUEUE_MUTANTS, "a key is stored before its prompts"))
 async def test_a_history_of_the_queue_shows_a_wrong_script(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
@@ -122,6 +124,7 @@ def change_script(monkeypatch: pytest.MonkeyPatch, changed: str, right: str, wro
     monkeypatch.setattr(ScriptFolder, "load", load_mutant)
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mutant", cases(TASK_MUTANTS, "the second reward counts"))
 async def test_a_history_of_tasks_shows_a_wrong_script(
     redis_client: redis.Redis, monkeypatch: pytest.MonkeyPatch, mutant: str

@@ -39,7 +39,7 @@ class Settings:
     concurrent_groups: int = 12
     batch_timeout_s: float = 60.0
     starved_s: float = 5.0
-    """Wait for a batch after which the learner writes a checkpoint. The controller's is a share of the other."""
+    """Seconds without a batch until the learner writes a checkpoint. The controller takes a share of the deadline."""
     redis_timeout_s: float = 5.0
     redis_retry_s: float = 20.0
     rewind_to: str = ""

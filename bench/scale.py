@@ -134,6 +134,7 @@ class Scale:
         before = self.meter.read()
         async with client.running():
             await learner.make_steps(self.seconds)
+            await client.wait_for(1, CONNECT_TIMEOUT_S)
             submissions = self.meter.read().minus(before)
             num_submissions = len(client.times_s)
         p99_s = await servers.order("hold") | {"submit": p99(client.times_s)}
@@ -146,7 +147,10 @@ class Scale:
             # The gateway connects to a server at its first call, and twice as many calls as servers reach all of them.
             await caller.wait_for(2 * num_servers, CONNECT_TIMEOUT_S)
             caller.times_s.clear()
-            calls = await self._pause()
+            before = self.meter.read()
+            await asyncio.sleep(self.seconds)
+            await caller.wait_for(1, CONNECT_TIMEOUT_S)
+            calls = self.meter.read().minus(before)
             num_calls, p99_s["generate"] = len(caller.times_s), p99(caller.times_s)
         before = self.meter.read()
         for _ in range(NUM_PUSHES):

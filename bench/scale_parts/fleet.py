@@ -273,4 +273,8 @@ class Meter:
 
 def cpu_s(pid: int) -> float:
     """CPU time of all threads of a process that are alive."""
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
+    total = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            total += int((task / "schedstat").read_text().split()[0])
+    return total / 1e9

@@ -123,7 +123,12 @@ def _watch(process: subprocess.Popen[bytes] | None, steps: StepLog, run: Path, u
     while len(steps.tokens) < task.num_steps and time.time() < until:
         for row in step_rows(run)[len(steps.tokens) : task.num_steps]:
             if len(steps.tokens) + 1 >= task.num_warm:
-                counted.append((time.time(), _counts_of_server(run)))
+                try:
+                    counted.append((time.time(), _counts_of_server(run)))
+                except httpx.TransportError:
+                    if process is not None:
+                        raise
+                    say("the run that is followed has ended")
             if len(counted) > 1:
                 (first, before), (last, after) = counted[0], counted[-1]
                 steps.generated_rate = (after.samples - before.samples) * task.response_tokens / (last - first)

@@ -64,7 +64,7 @@ async def test_the_first_prompts_of_each_validation_are_kept_as_text(
     groups = ValidationGroups(queue, SampleLog(config, 0, loggers), 1)
     leasing = asyncio.create_task(producer.lease_loop())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             for step in (0, 10):
                 engine.policy_version = step + 1
                 await Validator.read(config, queue).validate(step)

@@ -63,17 +63,17 @@ async def test_requests_without_a_token_use_nothing_of_the_old_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither the part of their prompt that was computed, nor cached prefixes if they arrive late with the old salt."""
-    from penstock_rollout.engines.vllm.core import ChunkedOutputs
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    brake = tmp_path / "brake"
+    brake, schedule = tmp_path / "brake", Scheduler.schedule
 
     def schedule_slowly(self: Any, *arguments: Any, **settings: Any) -> Any:
         """The prompt needs 60 steps. With a pause in each of them it is still being computed when it is held."""
         if brake.exists():
             time.sleep(0.1)
-        return super(ChunkedOutputs, self).schedule(*arguments, **settings)  # type: ignore[misc]
+        return schedule(self, *arguments, **settings)
 
-    monkeypatch.setattr(ChunkedOutputs, "schedule", schedule_slowly, raising=False)  # EngineCore is forked from here
+    monkeypatch.setattr(Scheduler, "schedule", schedule_slowly)  # EngineCore is forked from this process
     async with serving(tmp_path / "model", enable_chunked_prefill=True, max_num_batched_tokens=8) as (served, engine):
         brake.touch()
         begun = asyncio.ensure_future(served.answer(PROMPT, FEW))

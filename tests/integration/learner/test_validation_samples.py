@@ -40,6 +40,7 @@ class CollectingLoggers(StepLoggers):
 async def test_the_first_prompts_of_each_validation_are_kept_as_text(
     tmp_path: Path, queue: RedisReplayQueue, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    queue.config = queue.config.model_copy(update={"lease_ttl_s": 600.0})  # nothing renews the leases here
     heldout = tmp_path / "heldout.jsonl"
     rows = [{"prompt": "ab?", "reward_model": {"ground_truth": truth}} for truth in ("abc ok", "5", "6", "7")]
     heldout.write_text("".join(json.dumps(row) + "\n" for row in rows))

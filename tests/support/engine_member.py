@@ -27,7 +27,7 @@ HOST = "127.0.0.1"
 def config_of(folder: Path, model: Path, key_file: Path | None, transport: str = "gloo") -> RunConfig:
     config = make_config(folder, model, "redis://unused", "push")
     weights = config.weights.model_copy(
-        update={"transport": transport, "cluster_key_file": key_file, "ready_timeout_s": 5.0, "push_timeout_s": 20.0}
+        update={"transport": transport, "cluster_key_file": key_file, "ready_timeout_s": 60.0, "push_timeout_s": 60.0}
     )
     return config.model_copy(update={"weights": weights})
 

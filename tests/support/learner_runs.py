@@ -67,7 +67,7 @@ def make_config(folder: Path, model: Path, redis_url: str, run: str, **learner: 
                 "lr": 1e-3,
                 "checkpoint": {"every_steps": 2},
                 "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
-                "batch_timeout_s": 60,
+                "batch_timeout_s": 180,
                 "rank_timeout_s": 180,
                 "max_logprob_mismatch_nats": 0,  # the groups are made up, and so are their log-probs
                 **learner,

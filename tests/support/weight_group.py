@@ -49,7 +49,7 @@ def stage_weights(
         mask = own.random(shape) < changed
         weight[mask] = own.standard_normal(shape, dtype=np.float32)[mask]
         staged.put(name, torch.from_numpy(weight))
-    staged.checksums(Deadline(10, "hashing"))
+    staged.checksums(Deadline(60, "hashing"))
     return weights_digest([host_checksum(XXH3_PIECES, bucket.numpy()) for bucket in staged.memory.buckets])
 
 
@@ -173,7 +173,7 @@ class MemberProcess:
         self.process.kill()
         self.process.join(10)
 
-    def wait_for(self, field: str, timeout_s: float = 60.0) -> Any:
+    def wait_for(self, field: str, timeout_s: float = 120.0) -> Any:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             for line in self._lines():

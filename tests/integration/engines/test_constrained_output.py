@@ -110,7 +110,7 @@ async def test_what_xgrammar_does_not_know_is_refused_by_name(started: Started) 
 
 async def test_a_constraint_holds_across_an_update_in_flight(started: Started) -> None:
     """The last test: it changes the weights. KV is computed again, so the log-probs of both versions are exact."""
-    schema = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 60, "maxItems": 60}
+    schema = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 120, "maxItems": 120}
     constraint, begun = OutputConstraint("json_schema", json.dumps(schema)), asyncio.Event()
     old, served = started.reference, Served(started.engine, started.reference.model)
 
@@ -119,19 +119,19 @@ async def test_a_constraint_holds_across_an_update_in_flight(started: Started) -
         request = GenerateRequest("across", PROMPT, Sampling(max_tokens=480), stream=True, constraint=constraint)
         async for chunk in started.engine.generate(request):
             chunks.append(chunk)
-            if len(chunks) == 5:
+            if not begun.is_set() and sum(len(chunk.token_ids) for chunk in chunks) >= 5:
                 await hold_decoding(started.engine)
                 begun.set()
         return Answer.of(PROMPT, chunks)
 
     answering = asyncio.create_task(answer())
-    await asyncio.wait_for(begun.wait(), 60)
+    await asyncio.wait_for(begun.wait(), 120)
     await served.update(served.next_model())
-    found = await asyncio.wait_for(answering, 60)
+    found = await asyncio.wait_for(answering, 120)
     flip = found.versions.index(6)
     assert found.versions == (5,) * flip + (6,) * (len(found.versions) - flip) and flip >= 5
     if found.finish_reason == "stop":
-        assert len(json.loads(started.text(found.token_ids))) == 60
+        assert len(json.loads(started.text(found.token_ids))) == 120
     new = replace(old, model=served.model)
     expected = torch.cat([old.log_probs(found, constraint, 1.0)[:flip], new.log_probs(found, constraint, 1.0)[flip:]])
     torch.testing.assert_close(torch.tensor(found.log_probs), expected, atol=TOLERANCE, rtol=0)

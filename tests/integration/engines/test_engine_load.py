@@ -16,7 +16,7 @@ from penstock.errors import ConfigError
 from penstock.trajectory import Sampling
 from penstock_rollout.engines.engine import EngineStats
 from penstock_rollout.engines.vllm.start import SchedulerLoad, create_llm, engine_arguments
-from support.served_engines import Served, assert_log_probs, start_engine
+from support.served_engines import LONG, Served, assert_log_probs, idle, start_engine
 from support.tiny_models import EOS_TOKEN_ID, VOCAB_SIZE, make_tiny_qwen2
 
 pytestmark = [
@@ -25,7 +25,6 @@ pytestmark = [
 ]
 
 NUM_REQUESTS = 256
-IDLE_TIMEOUT_S = 60.0
 
 
 @pytest_asyncio.fixture(
@@ -36,15 +35,6 @@ async def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     served = await start_engine(request.param, tmp_path_factory.mktemp("model"))
     yield served
     await served.engine.stop()
-
-
-async def idle(served: Served) -> EngineStats:
-    """The engine's stats once it has noticed that no request is left. A new request makes it update them."""
-    async with asyncio.timeout(IDLE_TIMEOUT_S):
-        while (stats := served.engine.stats()) != EngineStats(0, 0, 0.0):
-            await served.answer((8,), Sampling(max_tokens=2))
-            await asyncio.sleep(0.05)
-    return stats
 
 
 def prompt_of(index: int) -> tuple[int, ...]:
@@ -92,10 +82,8 @@ async def test_the_samples_of_a_prompt_differ_and_repeat_with_their_seeds(served
 async def test_dropping_most_of_256_requests_frees_them(served: Served) -> None:
     """Running, waiting and half-finished requests are dropped. The others are not disturbed."""
     kept = [asyncio.create_task(served.answer(prompt_of(i), Sampling(max_tokens=60, seed=i))) for i in range(16)]
-    dropped = [
-        asyncio.create_task(served.answer(prompt_of(i), Sampling(max_tokens=400))) for i in range(NUM_REQUESTS - 16)
-    ]
-    stream: Any = served.chunks((4, 5), Sampling(temperature=0, max_tokens=400))
+    dropped = [asyncio.create_task(served.answer(prompt_of(i), LONG)) for i in range(NUM_REQUESTS - 16)]
+    stream: Any = served.chunks((4, 5), LONG)
     await anext(stream)
     stats = served.engine.stats()
     assert stats.running_requests + stats.waiting_requests > NUM_REQUESTS / 2

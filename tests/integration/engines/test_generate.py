@@ -64,7 +64,7 @@ def kill_midway(words: list[str], parts: Path, number: signal.Signals) -> int:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(number)
-        return process.wait(timeout=60)
+        return process.wait(timeout=120)
     finally:
         process.kill()
         process.wait()

@@ -61,10 +61,10 @@ def test_engine_core_is_the_standby_process_and_ends_with_the_server(end: str, t
             assert said, (tmp_path / "log").read_text()
             assert said["core"] == said["standby"] and said["tokens"] > 0
             if end == "stop":
-                assert server.wait(60) == 0, (tmp_path / "log").read_text()
+                assert server.wait(120) == 0, (tmp_path / "log").read_text()
         finally:
             server.send_signal(signal.SIGKILL)
-            server.communicate(timeout=30)
+            server.communicate(timeout=120)
     until(lambda: not is_running(said["core"]), "the end of EngineCore")
     assert "takes longer" not in (tmp_path / "log").read_text()
     assert list(cache.glob("modelinfos/*Qwen2ForCausalLM.json")), "the server's vLLM found the class there"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from penstock.trajectory import Sampling
 from penstock_rollout.engines.vllm import start
 from penstock_rollout.engines.vllm.engine import VllmEngine
 from support.served_engines import (
+    DEADLINE_S,
     LONG,
     MAX_MODEL_LEN,
     Publisher,
@@ -57,14 +59,29 @@ async def serving(
         await engine.stop()
 
 
-async def test_requests_without_a_token_use_nothing_of_the_old_weights(tmp_path: Path) -> None:
+async def test_requests_without_a_token_use_nothing_of_the_old_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither the part of their prompt that was computed, nor cached prefixes if they arrive late with the old salt."""
-    async with serving(tmp_path, enable_chunked_prefill=True, max_num_batched_tokens=8) as (served, engine):
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    brake, schedule = tmp_path / "brake", Scheduler.schedule
+
+    def schedule_slowly(self: Any, *arguments: Any, **settings: Any) -> Any:
+        """The prompt needs 60 steps. With a pause in each of them it is still being computed when it is held."""
+        if brake.exists():
+            time.sleep(0.1)
+        return schedule(self, *arguments, **settings)
+
+    monkeypatch.setattr(Scheduler, "schedule", schedule_slowly)  # EngineCore is forked from this process
+    async with serving(tmp_path / "model", enable_chunked_prefill=True, max_num_batched_tokens=8) as (served, engine):
+        brake.touch()
         begun = asyncio.ensure_future(served.answer(PROMPT, FEW))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(DEADLINE_S):
             while engine.stats().kv_cache_usage == 0:
                 await asyncio.sleep(0.001)
         await hold_decoding(engine)
+        brake.unlink()
         assert not begun.done()
         salt = (engine.policy_version, engine._num_loads)
         version = await served.update(served.next_model())
@@ -94,16 +111,16 @@ async def test_a_load_that_fails_ends_all_requests_and_stops_serving(
 
     monkeypatch.setattr(WeightStaging, "penstock_commit", fail)  # EngineCore is forked from this process
     async with serving(tmp_path) as (served, engine):
-        streams = [served.chunks((3, 4, 2 + index), LONG) for index in range(4)]
-        await asyncio.gather(*(anext(stream) for stream in streams))
-        rests = [asyncio.ensure_future(_last_reason(stream)) for stream in streams]
         push = Push.of(served.next_model(), 6)
         publisher = Publisher(push)
         await engine.stage_weights(publisher.announcement())
         publisher.start()
+        streams = [served.chunks((3, 4, 2 + index), LONG) for index in range(4)]
+        await asyncio.gather(*(anext(stream) for stream in streams))
+        rests = [asyncio.ensure_future(_last_reason(stream)) for stream in streams]
         with pytest.raises(WeightPushFailed, match="no memory is left; restart the rollout server"):
-            await engine.commit_weights(6, push.checksums, timeout_s=20)
-        async with asyncio.timeout(20):
+            await engine.commit_weights(6, push.checksums, timeout_s=DEADLINE_S)
+        async with asyncio.timeout(DEADLINE_S):
             assert set(await asyncio.gather(*rests)) == {"aborted"}
         assert engine.policy_version == 5
         with pytest.raises(Unavailable, match="loading version 6 failed"):

@@ -34,7 +34,7 @@ MORE = [
 ]
 REFUSED = ["falcon_mamba", "phi"]
 """The loader of the second makes a parameter anew in every load."""
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 """For each model. vLLM looks at every architecture in another process first."""
 
 

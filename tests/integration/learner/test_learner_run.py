@@ -172,7 +172,9 @@ def test_both_placements_train_the_same_ppo_also_through_the_deaths_of_the_learn
     def kill_a_rank(processes: list[psutil.Process]) -> bool:
         if "training from step 2 under term 2" not in (config.folder / "learner.log").read_text():
             return False
-        ranks_of("CriticWorker", processes)[-1].kill()
+        if not (ranks := ranks_of("CriticWorker", processes)):  # it may be younger than the list of processes
+            return False
+        ranks[-1].kill()
         asyncio.run(append_groups(config, GROUPS_PER_STEP * (NUM_STEPS - 2)))
         return True
 

@@ -125,7 +125,7 @@ class Setting:
     async def push(self, policy: policies_pb2.Policy) -> None:
         for server, engine in self.engines.items():
             if not self.quarantine.awaits_load(server):
-                await load_snapshot(engine, policy, timeout_s=20)
+                await load_snapshot(engine, policy, timeout_s=60)
 
     async def run_until_refused(self, *, lag: int, max_steps: int) -> int:
         """Train on samples that are `lag` steps old. Returns the number of steps until a server was refused."""
@@ -188,7 +188,7 @@ async def test_an_engine_that_has_its_weights_again_is_let_in(
 
         async def probe(policy: policies_pb2.Policy) -> set[str]:
             """Load the version wholly, sample, and compare, as the learner and the queue do."""
-            await load_snapshot(setting.engines["bad"], policy, timeout_s=20)
+            await load_snapshot(setting.engines["bad"], policy, timeout_s=60)
             await setting.quarantine.loaded("bad", policy.policy_version)
             groups = await setting.sample("bad")
             record = setting.quarantine.records["bad"]

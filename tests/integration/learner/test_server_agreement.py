@@ -56,7 +56,7 @@ class Setting:
         self.quarantine = ServerQuarantine(Quarantines(client, "test"), term)
         self.check = check
         self.agreement = ServerAgreement(
-            check, self.quarantine, self.policy.policy_log_probs, self.fleet, self.metrics, 60.0
+            check, self.quarantine, self.policy.policy_log_probs, self.fleet, self.metrics, 600.0
         )
         self.step = 0
         self.next_id = 0

@@ -40,6 +40,7 @@ class CollectingLoggers(StepLoggers):
 async def test_the_first_prompts_of_each_validation_are_kept_as_text(
     tmp_path: Path, queue: RedisReplayQueue, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    queue.config = queue.config.model_copy(update={"lease_ttl_s": 600.0})  # nothing renews the leases here
     heldout = tmp_path / "heldout.jsonl"
     rows = [{"prompt": "ab?", "reward_model": {"ground_truth": truth}} for truth in ("abc ok", "5", "6", "7")]
     heldout.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -64,7 +65,7 @@ async def test_the_first_prompts_of_each_validation_are_kept_as_text(
     groups = ValidationGroups(queue, SampleLog(config, 0, loggers), 1)
     leasing = asyncio.create_task(producer.lease_loop())
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             for step in (0, 10):
                 engine.policy_version = step + 1
                 await Validator.read(config, queue).validate(step)

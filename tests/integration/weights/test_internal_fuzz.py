@@ -89,12 +89,12 @@ async def test_damaged_calls_change_nothing_and_end_nothing(tmp_path: Path, num_
                 if method.containing_service.name not in SERVED:
                     continue
                 for data in damaged_requests(whole_request(method, whole), num_examples):
-                    code, details = await answer_of(channel, method, data, key, timeout_s=20.0)
+                    code, details = await answer_of(channel, method, data, key, timeout_s=60.0)
                     is_fault = code in FAULTS_OF_THE_SERVER and NO_MESSAGE not in details
                     assert not is_fault and code != grpc.StatusCode.DEADLINE_EXCEEDED, (path_of(method), data, details)
             methods = {method.name: method for method in (*methods_of(weights_pb2), *methods_of(generate_pb2))}
             for name, request in wrong_requests(whole):
-                code, details = await answer_of(channel, methods[name], request.SerializeToString(), key, 20.0)
+                code, details = await answer_of(channel, methods[name], request.SerializeToString(), key, 60.0)
                 assert code == grpc.StatusCode.INVALID_ARGUMENT, (name, request, details)
             last = weights_pb2.AbortRequest(policy_version=member.announced_version or 0, term=1)
             await weights_pb2_grpc.WeightMemberServiceStub(channel).Abort(last, metadata=key)

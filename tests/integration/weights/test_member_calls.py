@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from penstock.config.run import ModelConfig, RunConfig
+from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.machine import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights.transports import ClusterKey
@@ -36,7 +36,7 @@ class Members(weights_pb2_grpc.WeightMemberServiceServicer):
         if self.num_arrived == self.count:
             self.num_threads = threading.active_count()
             self.all_arrived.set()
-        await asyncio.wait_for(self.all_arrived.wait(), 20)
+        await asyncio.wait_for(self.all_arrived.wait(), 60)
         return weights_pb2.AnnounceResponse(serving_version=request.rank)
 
     async def Commit(self, request: weights_pb2.CommitRequest, context: Any) -> weights_pb2.CommitResponse:  # noqa: N802
@@ -74,7 +74,9 @@ def announcements(targets: Sequence[PushTarget]) -> list[weights_pb2.AnnounceReq
 
 @pytest.fixture
 def calls(tmp_path: Path) -> Iterator[MemberCalls]:
-    config = RunConfig(run="calls", run_dir=tmp_path, model=ModelConfig(path=tmp_path))
+    config = RunConfig(
+        run="calls", run_dir=tmp_path, model=ModelConfig(path=tmp_path), weights=WeightsConfig(ready_timeout_s=60)
+    )
     config.folder.mkdir(parents=True)
     ClusterKey.of(config).make_if_missing()
     made = MemberCalls(config)
@@ -103,7 +105,7 @@ async def test_a_member_that_is_gone_or_refuses_gets_a_line_and_the_others_an_an
         assert sorted(answers) == ["server-0", "server-1"]
         assert list(failed) == ["server-9"]
         assert failed["server-9"].startswith("announce: UNAVAILABLE: ")
-        commit = weights_pb2.CommitRequest(policy_version=13, deadline_s=20)
+        commit = weights_pb2.CommitRequest(policy_version=13, deadline_s=60)
         answers, failed = await asyncio.to_thread(calls.commit, targets[:1], commit)
     assert not answers
     assert failed == {"server-0": "commit: ABORTED: 13 is unlucky"}

@@ -83,6 +83,7 @@ class Setting:
     fleet: Fleet
     policies: PolicyRegistry
     publish_loop: asyncio.Task[None]
+    catch_up_loop: asyncio.Task[None]
 
     async def offer(self, version: int) -> None:
         await self.publication.publish(await self.publication.stage(version), version, {})
@@ -96,7 +97,7 @@ class Setting:
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -104,6 +105,8 @@ async def eventually(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 async def setting(tmp_path: Path, redis_process: RedisProcess) -> AsyncIterator[Setting]:
     config = make_config(tmp_path, tmp_path, redis_process.url, f"publication-{tmp_path.name}")
+    replay = config.replay.model_copy(update={"lease_ttl_s": 600.0})  # the servers report only once
+    config = config.model_copy(update={"replay": replay})
     client = connect(config.redis)
     queue, fleet = RedisReplayQueue(client, config.run, config.replay), Fleet(client, config.run)
     term = await queue.take_term(0)
@@ -111,7 +114,7 @@ async def setting(tmp_path: Path, redis_process: RedisProcess) -> AsyncIterator[
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
     publication = PolicyPublication(config, queue, fleet, policy, term, metrics)
     loops = [asyncio.create_task(publication.publish_loop()), asyncio.create_task(publication.catch_up_loop())]
-    yield Setting(publication, policy, fleet, PolicyRegistry(client, config.run), loops[0])
+    yield Setting(publication, policy, fleet, PolicyRegistry(client, config.run), *loops)
     for loop in loops:
         await end_task(loop)
     await client.aclose()
@@ -168,7 +171,7 @@ async def test_a_version_that_is_not_finite_ends_the_run_and_is_not_published(se
     await setting.publication.wait_until_published()
     setting.policy.nonfinite = "lm_head.weight"
     await setting.offer(2)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         with pytest.raises(
             TrainingDiverged, match=r"lm_head.weight is not finite in \w+ after step 2, so version 2 is not published"
         ):
@@ -245,11 +248,14 @@ async def test_a_member_that_failed_is_in_no_push_until_it_has_caught_up_alone(
     assert await setting.state("b") == "EVICTED"
 
     policy.failures.clear()
+    held, catching_up = policy.hold("push"), policy.hold("catch_up")
     await setting.fleet.set_state("b", "STALE")
-    held = policy.hold("push")
     await setting.offer(6)
     await eventually(lambda: ("push", 6, ["a", "new"]) in policy.pushed)
     await eventually(lambda: ("catch_up", 5, ["b"]) in policy.pushed)
+    catching_up.set()
+    await eventually(lambda: not setting.publication._catching_up)
+    await end_task(setting.catch_up_loop)  # which would bring it version 6 too, if it came before the next push
     held.set()
     await setting.publication.wait_until_published()
     await setting.offer(7)
@@ -349,7 +355,7 @@ async def test_a_staged_version_that_is_never_published_ends_the_publication(set
     with_short_deadlines(setting.publication)
     await setting.publication.stage(1)
     with pytest.raises(DeadlineExceeded, match="version 1 was staged and not published in"):
-        await asyncio.wait_for(asyncio.shield(setting.publish_loop), 20)
+        await asyncio.wait_for(asyncio.shield(setting.publish_loop), 120)
 
 
 async def test_the_newest_version_is_kept_when_it_is_promoted(setting: Setting) -> None:
@@ -361,7 +367,7 @@ async def test_the_newest_version_is_kept_when_it_is_promoted(setting: Setting) 
     promoted, other = await setting.policies.get(2), await setting.policies.get(1)
     await setting.policies.promote(2)
     await eventually(lambda: setting.policy.snapshots == [1, 2])
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while not promoted.snapshot_path:
             await asyncio.sleep(0.01)
             await setting.policies.add_marks([promoted, other])
@@ -372,8 +378,17 @@ async def test_the_newest_version_is_kept_when_it_is_promoted(setting: Setting) 
     assert setting.policy.snapshots == [1, 2], "it is made once"
 
 
-async def test_a_version_that_was_promoted_just_before_the_next_one_is_kept(setting: Setting) -> None:
+async def test_a_version_that_was_promoted_just_before_the_next_one_is_kept(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was the newest when the gateway promised its snapshot, and a newer one is pushed before the learner looks."""
+    may_look, keep_promoted = asyncio.Event(), setting.publication._keep_promoted
+
+    async def look_late() -> None:
+        await may_look.wait()
+        await keep_promoted()
+
+    monkeypatch.setattr(setting.publication, "_keep_promoted", look_late)
     setting.policy.makes_folders = True
     await setting.join("a", "READY", 0)
     for version in (1, 2):
@@ -388,8 +403,9 @@ async def test_a_version_that_was_promoted_just_before_the_next_one_is_kept(sett
             release.set()
             await setting.publication.wait_until_published()
     assert 2 in setting.policy.gathered[-1][1], "its weights stay"
+    may_look.set()
     held[1].set()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         while 2 not in await setting.policies.snapshots():
             await asyncio.sleep(0.01)
         # Its weights go once the snapshot is written and older ones are removed, which may last a version longer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,9 +10,11 @@ import pytest
 
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
+from penstock.v1 import weights_pb2
 from penstock.weights.transports import group_places
 from penstock_learner.weights.publisher import WeightPublisher
 from support.learner_runs import make_config
+from support.processes import until
 from support.weight_group import MemberOptions, MemberProcess, stage_weights
 
 NUM_MEMBERS, GROUP_SIZE = 8, 3
@@ -23,7 +26,7 @@ Start = Callable[..., list[MemberProcess]]
 def config_of(folder: Path, **weights: object) -> RunConfig:
     config = make_config(folder, folder / "no-model", "redis://unused", "push")
     update = {
-        "transport": "gloo", "bucket_bytes": 30_000, "ready_timeout_s": 15.0, "push_timeout_s": 30.0,
+        "transport": "gloo", "bucket_bytes": 30_000, "ready_timeout_s": 60.0, "push_timeout_s": 60.0,
         "gloo_group_size": GROUP_SIZE,
     }  # fmt: skip
     return config.model_copy(update={"weights": config.weights.model_copy(update=update | weights)})
@@ -86,7 +89,7 @@ def assert_loaded_by_all_but(failing: MemberProcess, members: list[MemberProcess
     others = [member for member in members if member is not failing]
     digest = stage(publisher, 1)
     report = publisher.push(1, [member.target for member in members])
-    assert failing.has_hung
+    assert failing.has_hung, report
     assert list(report.failed) == [failing.server_id], report
     assert sorted(report.committed) == ids(others)
     assert all(member.loads == [(1, [digest])] for member in others)
@@ -118,12 +121,23 @@ def test_when_a_relay_or_another_member_hangs_all_others_get_the_version(
     who: str, index: int, tmp_path: Path, start: Start
 ) -> None:
     assert place_of(index) == who
-    config = config_of(tmp_path, ready_timeout_s=3.0, push_timeout_s=6.0)
+    config = config_of(tmp_path, push_timeout_s=8.0)
     publisher = WeightPublisher(config, "127.0.0.1")
     members = start(config, {index: MemberOptions(fault="stop@receive")})
     hanging = members[index]
+
+    def be_patient_afterwards() -> None:
+        """Only the attempt that hangs has a short deadline. The next one takes the new config."""
+        until(lambda: hanging.has_hung, "the member to hang")
+        publisher.config = config_of(tmp_path)
+
+    patience = threading.Thread(target=be_patient_afterwards)
+    patience.start()
     assert_loaded_by_all_but(hanging, members, publisher)
+    patience.join()
     hanging.resume()
+    nothing = weights_pb2.AbortRequest(policy_version=99, term=1, reason="only to reach it")
+    until(lambda: not publisher._calls.abort([hanging.target], nothing), "the channel to the member to be back")
     digest = stage(publisher, 2)
     report = publisher.push(2, [member.target for member in members])
     assert sorted(report.committed) == ids(members), report

@@ -104,7 +104,7 @@ async def scene(folder: Path, redis: RedisProcess, monkeypatch: pytest.MonkeyPat
     metrics = LearnerMetrics(CollectorRegistry(), "standalone")
     publication = PolicyPublication(config, queue, fleet, policy, term, metrics)
     async with (
-        asyncio.timeout(120),
+        asyncio.timeout(240),
         member(config) as (near, near_engine, _),
         member(config) as (cut_off, far_engine, _),
         FaultyProxy((HOST, int(cut_off.address.rpartition(":")[2]))) as proxy,

@@ -160,9 +160,9 @@ async def test_a_call_with_a_huge_term_does_not_lock_the_learner_out(
         async with grpc.aio.insecure_channel(target.address) as channel:
             stub: Any = weights_pb2_grpc.WeightMemberServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match="wrong or missing cluster key"):
-                await stub.Abort(abort, timeout=10)
+                await stub.Abort(abort, timeout=60)
             with pytest.raises(grpc.aio.AioRpcError, match="was never taken; the current one is 1"):
-                await stub.Abort(abort, timeout=10, metadata=ClusterKey.of(config).metadata())
+                await stub.Abort(abort, timeout=60, metadata=ClusterKey.of(config).metadata())
         report = await asyncio.to_thread(publisher_of(config, new).push, 1, [target])
         assert report.committed == [target.server_id]
         servicer.read_term = unanswered
@@ -179,7 +179,7 @@ async def test_a_run_without_a_configured_key_makes_one_that_only_its_owner_can_
         async with grpc.aio.insecure_channel(target.address) as channel:
             stub: Any = weights_pb2_grpc.WeightMemberServiceStub(channel)
             with pytest.raises(grpc.aio.AioRpcError, match="wrong or missing cluster key"):
-                await stub.Abort(weights_pb2.AbortRequest(policy_version=1, term=1), timeout=10)
+                await stub.Abort(weights_pb2.AbortRequest(policy_version=1, term=1), timeout=60)
         report = await asyncio.to_thread(publisher_of(config, new).push, 1, [target])
         assert report.committed == [target.server_id]
     [made] = config.folder.glob("cluster.key")
@@ -194,7 +194,7 @@ async def test_a_message_is_not_parsed_before_the_key_is_checked(
     async with member(config) as (target, _, _), grpc.aio.insecure_channel(target.address) as channel:
         announce = channel.unary_unary("/penstock.v1.WeightMemberService/Announce")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await announce(b"\xff" * 1000, timeout=10)
+            await announce(b"\xff" * 1000, timeout=60)
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -209,7 +209,7 @@ async def test_corrupt_buckets_are_refused_and_the_old_version_serves_on(
     config = config_of(tmp_path, old, key_file)
     async with member(config) as (target, engine, _):
         publisher = publisher_of(config, new)
-        publisher.staged[1].checksums(Deadline(10, "hashing"))
+        publisher.staged[1].checksums(Deadline(60, "hashing"))
         publisher.staged[1].memory.buckets[0][100] ^= 1
         report = await asyncio.to_thread(publisher.push, 1, [target])
         assert "bucket 0 is corrupt" in report.failed[target.server_id]
@@ -237,7 +237,7 @@ async def test_a_commit_that_comes_after_a_newer_announcement_is_refused(
                 manifest=manifest, transport="snapshot", rendezvous=str(tmp_path / "never"), deadline_s=60
             )
             await stub.Announce(announced, metadata=metadata)
-        late = weights_pb2.CommitRequest(policy_version=1, term=1, bucket_checksums=["0"], deadline_s=10)
+        late = weights_pb2.CommitRequest(policy_version=1, term=1, bucket_checksums=["0"], deadline_s=60)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Commit(late, metadata=metadata)
         assert caught.value.code() == grpc.StatusCode.ABORTED and "version 1" in (caught.value.details() or "")

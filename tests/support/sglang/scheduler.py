@@ -144,7 +144,10 @@ class Scheduler(threading.Thread):
         params = body["sampling_params"]
         seed = params.get("sampling_seed")
         seed = (DEFAULT_SEED if seed is None else seed) if self.deterministic else None
-        sampling = Sampling(params["temperature"], params["top_p"], params["max_new_tokens"], seed)
+        sampling = Sampling(
+            temperature=params["temperature"], top_p=params["top_p"], top_k=params.get("top_k", 0),
+            max_tokens=params["max_new_tokens"], ignore_eos=params.get("ignore_eos", False), seed=seed,
+        )  # fmt: skip
         row = self.batch.new_row(GenerateRequest(body["rid"], tuple(body["input_ids"]), sampling))
         return Req(
             rid=body["rid"],

@@ -53,7 +53,7 @@ def written(config: RunConfig, *steps: int, start_step: int = 0) -> None:
     loggers = open_loggers(config, start_step)
     for step in steps:
         loggers.log(metrics_of(step))
-    loggers.close()
+    loggers.close(120)
 
 
 def test_numbers_go_under_verls_names() -> None:
@@ -89,7 +89,7 @@ def test_jsonl_keeps_whole_timestamps_and_counts(tmp_path: Path) -> None:
     config = make_config(tmp_path, "jsonl")
     loggers = open_loggers(config, 0)
     loggers.log(metrics_of(1) | {"time": 1_794_812_345.678, "response_tokens": 33_554_433.0, "loss": 0.1 + 0.2})
-    loggers.close()
+    loggers.close(120)
     row = json.loads((config.folder / "metrics.jsonl").read_text())
     assert (row["time"], row["response_tokens"], row["loss"]) == (1_794_812_345.678, 33_554_433, 0.3)
 
@@ -98,7 +98,7 @@ def test_jsonl_stays_json_where_a_step_was_skipped(tmp_path: Path) -> None:
     config = make_config(tmp_path, "jsonl")
     loggers = open_loggers(config, 0)
     loggers.log(metrics_of(1, grad_norm=math.inf, kl_reference=math.nan))
-    loggers.close()
+    loggers.close(120)
     assert '"grad_norm": null, "kl_reference": null' in (config.folder / "metrics.jsonl").read_text()
 
 
@@ -135,7 +135,7 @@ def test_tensorboard_has_samples_as_text_and_validations_at_their_step(tmp_path:
     loggers.log_samples(10, [SAMPLE, SAMPLE])
     loggers.log_samples(8, [replace(SAMPLE, validation="math")])
     loggers.log_validation(8, {"val-core/heldout/score": 0.25})
-    loggers.close()
+    loggers.close(120)
     events = EventAccumulator(str(config.folder / "tensorboard"))
     events.Reload()
     [written] = events.Tensors("samples/text_summary")
@@ -211,7 +211,7 @@ def test_wandb_gets_samples_as_a_table_and_validations(tmp_path: Path, monkeypat
     loggers.log_samples(10, [SAMPLE])
     loggers.log_samples(8, [replace(SAMPLE, validation="math")])
     loggers.log_validation(8, {"val-core/heldout/score": 0.25})
-    loggers.close()
+    loggers.close(120)
     (_, steps), (step, table), (_, validated), (_, validation) = wandb.run.logged
     assert validated.keys() == {"validation_samples"}
     assert "actor/pg_loss" in steps and step == 10
@@ -233,7 +233,7 @@ def test_the_real_wandb_writes_an_offline_run(tmp_path: Path) -> None:
     for step in (1, 2):
         loggers.log(metrics_of(step))
         loggers.log_samples(step, [SAMPLE, replace(SAMPLE, ground_truth=None, reward=None)])
-    loggers.close()
+    loggers.close(120)
     assert list(config.folder.glob("wandb/offline-run-*/files/media/table/samples_*.table.json"))
     (path,) = config.folder.glob("wandb/offline-run-*/run-logged.wandb")
     losses = {}
@@ -311,6 +311,9 @@ def test_a_logger_that_fails_or_hangs_is_dropped_once_and_the_others_go_on(caplo
             while len(good.steps) <= step:  # it is fast, as a file is
                 time.sleep(0)
         loggers.close(timeout_s=0.2)
+        for each in threads:
+            if each.name != "hanging":
+                each.thread.join(60)  # on a busy machine another one may not have ended by then either
     finally:
         hanging.released.set()
     assert good.steps == [*range(num_steps), -1]

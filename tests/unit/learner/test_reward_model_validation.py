@@ -165,7 +165,7 @@ async def test_the_last_validation_is_scored_before_the_end_but_not_forever(
     watching = asyncio.create_task(repeated(scored.read_new, 5.0, "the samples cannot be read"))
     await asyncio.sleep(0)
     await validated(queue, "validation-math-5", groups_of("chat"))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await scored.finish(60, stopping)
         assert "chat/combined_reward/mean@4-5" in await queue.evaluation_history()
         model.is_stuck = True

@@ -66,7 +66,7 @@ def test_a_step_is_written_as_text(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     log = SampleLog(config, 0, CollectingLoggers())
     log.add(step_of(3, group_saying(1, "abc", "b"), group_saying(2, "a")))
-    log.close()
+    log.close(120)
     second, first, other = written(config)
     assert (first.response, other.response, second.response) == ("abc", "b", "a")
     assert first.prompt.endswith("ask") and first.prompt.startswith("<|"), "special tokens of the prompt are shown"
@@ -82,7 +82,7 @@ def test_only_groups_whose_prompt_was_read_are_written_and_a_long_truth_is_cut(t
     log = SampleLog(config, 0, CollectingLoggers())
     groups = (group_saying(1, "a"), group_saying(2, "b", "c"), group_saying(3, "ab"))
     log.add(step_of(1, *groups, prompts={2: long, 3: b""}))
-    log.close()
+    log.close(120)
     assert [(sample.prompt_id, sample.reward) for sample in written(config)] == [(3, 0.3), (2, 0.1), (2, 0.2)]
     assert written(config)[0].ground_truth is None
     assert len(written(config)[1].ground_truth) == MAX_GROUND_TRUTH + 2
@@ -92,7 +92,7 @@ def test_no_samples_are_written_with_a_share_of_zero(tmp_path: Path) -> None:
     config = config_of(tmp_path, share=0)
     log = SampleLog(config, 0, CollectingLoggers())
     log.add(step_of(1, group_saying(1, "a")))
-    log.close()
+    log.close(120)
     assert not (config.folder / NEWEST).exists()
 
 
@@ -111,7 +111,7 @@ def test_a_slow_writer_skips_steps_instead_of_delaying_them(
     for step in range(1, MAX_WAITING + 4):
         log.add(step_of(step, group_saying(step, "a")))  # returns at once
     released.set()
-    log.close()
+    log.close(120)
     assert [sample.step for sample in written(config)] == list(range(MAX_WAITING, 0, -1))
     [warning] = [message for message in caplog.messages if "missing in samples.jsonl" in message]
     assert f"steps from {MAX_WAITING + 1} on" in warning
@@ -132,7 +132,7 @@ def test_a_full_disk_is_logged_once_and_writing_goes_on_after_it(
     log = SampleLog(config, 0, CollectingLoggers())
     for step in range(1, 5):
         log.add(step_of(step, group_saying(step, "a")))
-    log.close()
+    log.close(120)
     assert [sample.step for sample in written(config)] == [4]
     assert len([message for message in caplog.messages if "No space left" in message]) == 1
 
@@ -142,7 +142,7 @@ def test_tables_have_the_worst_the_best_and_some_between(tmp_path: Path) -> None
     log = SampleLog(config, 0, loggers)
     for step in (1, 2, 3, 4):
         log.add(step_of(step, group_saying(step, *"abcab")))
-    log.close()
+    log.close(120)
     assert [step for step, _ in loggers.tables] == [2, 4]
     assert [sample.reward for sample in loggers.tables[0][1]] == [0.0, 0.2, 0.4]
     assert spread(loggers.tables[0][1], 1) == loggers.tables[0][1][:1]

@@ -91,7 +91,7 @@ class Validating:
 
 async def wait(queue: MemoryReplayQueue, heartbeats: Any, **arguments: Any) -> None:
     settings: dict[str, Any] = {"timeout_s": 60.0, "stopping": asyncio.Event(), "max_silence_s": 30.0} | arguments
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await ValidationLog(queue, CollectingLoggers(), 0).wait_for_last(5, heartbeats, **settings)
 
 

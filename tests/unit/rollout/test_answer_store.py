@@ -19,7 +19,7 @@ from penstock_tools.offline import answer_store
 from penstock_tools.offline.answer_store import PART_ROWS, AnswerRow, AnswerStore, json_column, prompt_columns
 from penstock_tools.offline.shard import Shard, parse_shard
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 SETTINGS = {"model": "/a/model", "sampling": "n 2"}
 
 

@@ -10,7 +10,7 @@ from penstock.replay.queue_types import AppendOutcome, FinishedGroup, Lease
 from penstock.store.redis_client import EXCHANGES_AT_ONCE
 from penstock_rollout.groups.producer import GroupAppender
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 
 
 class GatedQueue:

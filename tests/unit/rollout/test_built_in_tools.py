@@ -27,6 +27,7 @@ PASSAGES = [
     {"id": "1", "contents": '"Lima"\nLima is the capital of Peru, on the coast.'},
     {"id": "2", "contents": '"Llama"\nLlamas live in Peru.'},
 ]
+ENDLESS = "while True: pass"
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +50,12 @@ async def opened(tokenization: Tokenization, tools: dict[str, Any]) -> Agents:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def python(tokenization: Tokenization) -> AsyncIterator[Callable[[str], Any]]:
-    agents = await opened(tokenization, {"py": {"kind": "python", "timeout_s": 2, "num_processes": 1}})
+    settings: dict[str, Any] = {"kind": "python", "num_processes": 1}
+    agents = await opened(tokenization, {"py": settings | {"timeout_s": 60}, "impatient": settings | {"timeout_s": 2}})
 
     async def run(code: str) -> tuple[str, dict[str, float]]:
-        text, reward, numbers = await agents.toolbox.tools["py"].execute("0", {"code": code})  # type: ignore[misc]
+        tool = agents.toolbox.tools["impatient" if code == ENDLESS else "py"]
+        text, reward, numbers = await tool.execute("0", {"code": code})  # type: ignore[misc]
         assert reward == 0.0
         return text, numbers
 
@@ -72,7 +75,7 @@ async def python(tokenization: Tokenization) -> AsyncIterator[Callable[[str], An
         ("def f(:", "SyntaxError", 1),
         ("import socket; socket.socket()", "PermissionError", 1),
         ("import sys; sys.exit(3)", "ended with code 3", 1),
-        ("while True: pass", "took longer than 2 s", 1),
+        (ENDLESS, "took longer than 2 s", 1),
     ],
 )
 async def test_a_program_shows_what_it_printed(python: Callable[[str], Any], code: str, text: str, failed: int) -> None:
@@ -174,7 +177,7 @@ async def test_a_search_that_takes_too_long_fails(tokenization: Tokenization) ->
     tools = {"search": {"kind": "search", "url": "http://127.0.0.1:1/retrieve", "timeout_s": 0.05}}
     agents = await opened(tokenization, tools)
     with pytest.raises(RuntimeError, match=r"took longer than 0\.05 s"):
-        await asyncio.wait_for(agents.toolbox.tools["search"].execute("0", {"query": "a"}), 10)
+        await asyncio.wait_for(agents.toolbox.tools["search"].execute("0", {"query": "a"}), 60)
     await agents.close()
 
 

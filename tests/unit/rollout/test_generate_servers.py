@@ -79,7 +79,7 @@ def test_a_signal_reaches_all_servers(number: signal.Signals, answer_in: Start, 
             answer_in(*([WAITS, str(file)] for file in files))
     finally:
         done.set()
-        thread.join(20)
+        thread.join(60)
     assert signal.getsignal(number) is before
 
 

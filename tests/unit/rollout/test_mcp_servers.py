@@ -109,7 +109,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def agents(tokenization: Tokenization, program: Path) -> AsyncIterator[Agents]:
     os.environ["PENSTOCK_TEST_TOKEN"], os.environ["PENSTOCK_TEST_SECRET"] = "token", "secret"
-    settings = {"command": [sys.executable, str(program)], "pass_env": ["PENSTOCK_TEST_TOKEN"], "timeout_s": 20}
+    settings = {"command": [sys.executable, str(program)], "pass_env": ["PENSTOCK_TEST_TOKEN"], "timeout_s": 60}
     loaded = Agents.load(AgentsConfig(mcp_servers={"calculator": settings}), 4096, tokenization)  # type: ignore[dict-item]
     await loaded.open()
     yield loaded
@@ -173,7 +173,7 @@ def port(official: Path, transport: str) -> Iterator[int]:
     )
     yield number
     process.terminate()
-    process.wait(20)
+    process.wait(60)
 
 
 @pytest.mark.long

@@ -164,7 +164,7 @@ async def test_waiting_for_a_push_ends_with_the_push_or_its_deadline(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     member = Server(monkeypatch, tmp_path).weight_member
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await member.wait_for_push(3600.0)
         member._begin_push(0.01)
         await member.wait_for_push(3600.0)

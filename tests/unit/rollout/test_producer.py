@@ -54,7 +54,7 @@ class Maker:
 
 async def test_a_heartbeat_does_not_cut_off_a_group_that_was_just_accepted() -> None:
     replay = ReplayConfig(lease_ttl_s=0.3)
-    queue = SlowAnswers(replay)
+    queue = SlowAnswers(ReplayConfig())  # heartbeats are frequent, and yet no lease expires
     prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)
     await queue.submit([encode_prompt(prompt)], [0], "")
     maker: Any = Maker()
@@ -62,7 +62,7 @@ async def test_a_heartbeat_does_not_cut_off_a_group_that_was_just_accepted() -> 
     producer = Producer(queue, "server", maker, RolloutConfig(), replay, metrics, may_lease=lambda: True)
     loops = [asyncio.create_task(producer.lease_loop()), asyncio.create_task(producer.heartbeat_loop())]
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await queue.lost.wait()
             queue.answer.set()
             while producer.num_running:
@@ -90,7 +90,7 @@ class LateAppends(MemoryReplayQueue):
 async def test_a_server_that_ends_appends_its_finished_groups_first(
     arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock_rollout.groups.producer.LAST_APPEND_S", 20.0 if arrives else 0.05)
+    monkeypatch.setattr("penstock_rollout.groups.producer.LAST_APPEND_S", 60.0 if arrives else 0.05)
     replay = ReplayConfig()
     queue = LateAppends(replay)
     prompt = Prompt(messages=(("user", "1+1"),), sampling=Sampling(), num_samples=1)
@@ -99,7 +99,7 @@ async def test_a_server_that_ends_appends_its_finished_groups_first(
     metrics = RolloutMetrics(CollectorRegistry())
     producer = Producer(queue, "server", maker, RolloutConfig(), replay, metrics, may_lease=lambda: True)
     leasing = asyncio.create_task(producer.lease_loop())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await queue.asked.wait()
         await end_task(leasing)
         if arrives:
@@ -134,7 +134,7 @@ async def test_a_server_that_ends_gives_back_prompts_whose_lease_was_on_its_way(
     metrics = RolloutMetrics(CollectorRegistry())
     producer = Producer(queue, "server", maker, RolloutConfig(), replay, metrics, may_lease=lambda: True)
     leasing = asyncio.create_task(producer.lease_loop())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await queue.leased.wait()
         await end_task(leasing)
         asyncio.get_running_loop().call_later(0.05, queue.answer.set)
@@ -162,7 +162,7 @@ async def test_a_server_whose_lease_was_refused_gives_back_what_it_has() -> None
     maker: Any = SimpleNamespace(make=lambda *_: asyncio.Event().wait())
     metrics, config = RolloutMetrics(CollectorRegistry()), RolloutConfig()
     producer = Producer(queue, "server", maker, config, replay, metrics, may_lease=lambda: True)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with pytest.raises(PenstockError, match="refused"):
             await producer.lease_loop()
         await producer.drain()
@@ -182,7 +182,7 @@ async def test_a_freed_place_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -
     producer = Producer(queue, "server", maker, config, replay, metrics, may_lease=lambda: True)
     leasing = asyncio.create_task(producer.lease_loop())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(producer._outbox) < 30:
                 await asyncio.sleep(0.01)
     finally:
@@ -212,7 +212,7 @@ async def test_bad_weights_pause_leasing_and_bury_no_prompt(caplog: pytest.LogCa
     producer = Producer(queue, "server", maker, config, replay, metrics, may_lease=lambda: True)
     leasing = asyncio.create_task(producer.lease_loop())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while queue.store.open_breaker("server") is None:
                 await asyncio.sleep(0.01)
             maker.are_good = True
@@ -239,7 +239,7 @@ async def test_groups_of_validations_are_kept_for_the_reward_model_and_for_their
         reward_model=RewardModelConfig(path=Path("rm"), data_sources=("chat*",)), validation_samples=validation_samples,
     )  # fmt: skip
     leasing = asyncio.create_task(producer.lease_loop())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while any([(await queue.get_evaluation(name)).num_finished < 3 for name in ("validation-math-5", "once")]):
             await asyncio.sleep(0.01)
         await end_task(leasing)
@@ -268,7 +268,7 @@ async def test_validations_record_the_accuracy_that_rewards_say() -> None:
     metrics = RolloutMetrics(CollectorRegistry())
     producer = Producer(queue, "server", maker, RolloutConfig(), replay, metrics, may_lease=lambda: True)
     leasing = asyncio.create_task(producer.lease_loop())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await queue.get_evaluation("validation-math-1")).num_finished < 1:
             await asyncio.sleep(0.01)
         await end_task(leasing)

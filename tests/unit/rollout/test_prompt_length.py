@@ -117,7 +117,7 @@ async def test_prompts_that_no_attempt_can_make_are_dead_lettered_at_once() -> N
     )
     loop = asyncio.create_task(producer.lease_loop())
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await queue.stat()).dead_lettered < 2 or (await queue.get_evaluation("held-out")).num_finished == 0:
                 await asyncio.sleep(0.01)
     finally:

@@ -97,7 +97,7 @@ async def submit(queue: MemoryReplayQueue, num_samples: int, max_tokens: int = 1
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.005)
 

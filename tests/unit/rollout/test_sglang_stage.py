@@ -27,7 +27,7 @@ def announced(version: int, folder: Path) -> tuple[weights_pb2.AnnounceRequest, 
     checksums = [host_checksum(XXH3_PIECES, bucket) for bucket in buckets]
     write_snapshot(folder, manifest, buckets, checksums)
     announcement = weights_pb2.AnnounceRequest(
-        manifest=manifest, transport="snapshot", rendezvous=str(folder), rank=0, world_size=1, deadline_s=20.0
+        manifest=manifest, transport="snapshot", rendezvous=str(folder), rank=0, world_size=1, deadline_s=60.0
     )
     return announcement, checksums
 
@@ -48,7 +48,7 @@ def test_neither_an_abort_nor_the_next_stage_takes_a_verified_version_away(tmp_p
     async def verify_then_disturb() -> None:
         assert await calls.devices() == ("cpu",)
         await calls.stage(first)
-        assert await calls.verify(3, checksums, timeout_s=20) > 0
+        assert await calls.verify(3, checksums, timeout_s=60) > 0
         await calls.abort()
         await calls.stage(second)
 
@@ -65,7 +65,7 @@ def test_a_version_that_differs_or_is_not_staged_is_refused(tmp_path: Path, work
 
     async def push(version: int, expected: list[str]) -> None:
         await calls.stage(announcement)
-        await calls.verify(version, expected, timeout_s=20)
+        await calls.verify(version, expected, timeout_s=60)
 
     with pytest.raises(WeightPushFailed, match="version 4 is not staged; 3 is"):
         asyncio.run(push(4, checksums))

@@ -176,7 +176,8 @@ async def test_errors_are_shown_to_the_model_and_counted(
     tokenization: Tokenization, tool: Recorder, body: str, result: str, shown: str
 ) -> None:
     engine = ScriptedEngine([called(body), ANSWER])
-    context = make_context(engine, tokenization, tools=[tool], tool_timeout_s=0.05)
+    timeout_s = 0.05 if result == "timeout" else 60
+    context = make_context(engine, tokenization, tools=[tool], tool_timeout_s=timeout_s)
     episode = await tool_agent(context)
     assert shown in inserted_text(context, episode)
     assert episode.finish_reason == "stop"

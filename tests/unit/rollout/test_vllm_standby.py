@@ -119,7 +119,7 @@ def test_it_ends_with_a_killed_server(tmp_path: Path) -> None:
         assert is_alive(process)
     finally:
         server.send_signal(signal.SIGKILL)
-        server.communicate(timeout=30)
+        server.communicate(timeout=120)
     until(lambda: not is_alive(process), "the end of the standby process")
 
 

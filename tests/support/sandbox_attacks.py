@@ -18,7 +18,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 ORDINARY_USER = 54321
 """A user without an account, for the tests that root runs as somebody else."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 200.0
 BATCH = r"""
 import ctypes, fcntl, json, mmap, os, platform, resource, signal, socket, struct, sys, tempfile
 libc = ctypes.CDLL(None, use_errno=True)

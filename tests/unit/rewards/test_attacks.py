@@ -49,7 +49,7 @@ if settings["layers"]:
     sandbox = Sandbox(Builtin(Layers(**settings["layers"])), None)
 limits = Limits(cpu_s=60, memory_bytes=2**30, file_bytes=2**24, folder_bytes=2**26, max_processes=16)
 outcome = sandbox.run(
-    ["attack.py"], {"attack.py": settings["program"]}, sys.stdin.buffer.read(), limits, wall_s=50, output_bytes=2**20
+    ["attack.py"], {"attack.py": settings["program"]}, sys.stdin.buffer.read(), limits, wall_s=180, output_bytes=2**20
 )
 sys.stdout.write(outcome.stdout.decode())
 sys.stderr.write(outcome.error_tail.decode())
@@ -281,9 +281,11 @@ from penstock_rollout.rewards.sandbox.program import Limits
 from penstock_rollout.rewards.sandbox.run import Sandbox
 settings = json.load(sys.stdin)
 running.MEASURE_S = 60
-running.POLL_S = settings.get("poll_s", running.POLL_S)
+if settings.get("counts_after_output"):
+    count = running.RunningProgram.has_too_many_processes
+    running.RunningProgram.has_too_many_processes = lambda self: bool(self._written) and count(self)
 num_threads = builtin._num_threads_of(os.getuid())
-later = [subprocess.Popen(["/bin/sleep", "60"]) for _ in range(settings["num_later"])]
+later = [subprocess.Popen(["/bin/sleep", "120"]) for _ in range(settings["num_later"])]
 builtin._num_threads_of = lambda user: num_threads  # as if the others had started after this count
 sandbox = Sandbox(builtin.Builtin(builtin.Layers(1, has_seccomp=True, has_namespaces=False, drops_user=False)), None)
 limits = Limits(cpu_s=20, memory_bytes=2**30, file_bytes=2**20, folder_bytes=2**22, max_processes=8)
@@ -293,15 +295,15 @@ started = 0
 try:
     for _ in range({settings["num_children"]}):
         if os.fork() == 0:
-            time.sleep(30)
+            time.sleep(120)
             os._exit(0)
         started += 1
 except OSError:
     pass
 print(started, flush=True)
-time.sleep(30 * {settings["is_bomb"]})
+time.sleep(120 * {settings["is_bomb"]})
 '''
-outcome = sandbox.run(["p.py"], {"p.py": program}, b"", limits, wall_s=20, output_bytes=2**20)
+outcome = sandbox.run(["p.py"], {"p.py": program}, b"", limits, wall_s=100, output_bytes=2**20)
 for other in later:
     other.kill()
     other.wait()
@@ -326,10 +328,10 @@ def test_where_the_kernel_counts_all_processes_of_the_user_only_the_programs_own
 
 
 def test_where_the_kernel_counts_all_processes_of_the_user_it_stops_a_burst(server: Server) -> None:
-    """Otherwise one program takes the process ids of the pod before it is counted."""
+    """Otherwise one program takes the process ids of the pod before it is counted, here when it has printed."""
     if server.user == 0:
         pytest.skip("the kernel limits no processes of root")
-    request = {"num_children": 1000, "num_later": 0, "is_bomb": False, "poll_s": 3}
+    request = {"num_children": 1000, "num_later": 0, "is_bomb": False, "counts_after_output": True}
     output, errors = server.run(server.python, "-c", MANY, stdin=json.dumps(request).encode())
     assert not errors
     ended, printed, _ = json.loads(output)

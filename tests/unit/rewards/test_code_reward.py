@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from penstock.config.rollout import CodeReward, RewardConfig
 from penstock.errors import ConfigError
+from penstock_rollout.rewards import code
 from penstock_rollout.rewards.code import extract_program, read_cases, same_text, same_value
 from penstock_rollout.rewards.function import build
 from penstock_rollout.rewards.sandbox import run as sandbox_run
 from penstock_rollout.rewards.sandbox.builtin import Builtin, Layers
+from penstock_rollout.rewards.sandbox.program import Outcome
 from penstock_rollout.rewards.sandbox.run import Sandbox
 from penstock_rollout.rewards.scorer import RewardChoice
 from support.confinements import needs_sandbox
@@ -21,7 +24,7 @@ DOUBLE = {"inputs": ["1\n", "5\n", "7\n"], "outputs": ["2\n", "10\n", "14\n"]}
 
 
 def score(program: str, ground_truth: Any, **changes: Any) -> dict[str, float]:
-    reward = CodeReward(**({"test_timeout_s": 10.0, "timeout_s": 60.0} | changes))
+    reward = CodeReward(**({"test_timeout_s": 60.0, "timeout_s": 240.0} | changes))
     settings = json.loads(RewardChoice(RewardConfig()).settings_json(reward))
     result: dict[str, float] = build(settings)("code", program, ground_truth, {})
     return result
@@ -88,11 +91,23 @@ def test_a_program_does_not_pass_by_ending_early(program: str) -> None:
 
 
 @needs_sandbox
-def test_the_deadline_of_the_reward_leaves_the_rest_of_the_tests_failed() -> None:
+def test_the_deadline_of_the_reward_leaves_the_rest_of_the_tests_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock is the test's: only a test that runs into its limit takes time."""
+    now, limits_s, run = [0.0], list[float](), Sandbox.run
+
+    def run_on_the_clock(self: Sandbox, *words: Any, wall_s: float, **options: Any) -> Outcome:
+        limits_s.append(wall_s)
+        outcome = run(self, *words, wall_s=60.0 if len(limits_s) == 1 else 0.2, **options)
+        now[0] += wall_s if outcome.ended == "deadline" else 0.0
+        return outcome
+
+    monkeypatch.setattr(Sandbox, "run", run_on_the_clock)
+    monkeypatch.setattr(code, "time", SimpleNamespace(monotonic=lambda: now[0]))
     truth = {"inputs": ["0"] + ["1"] * 50, "outputs": ["0"] + ["1"] * 50}
     program = "n = int(input())\nwhile n: pass\nprint(n)"
     result = score(program, truth, test_timeout_s=1.0, timeout_s=4.0)
     assert result["tests_passed"] == 1 and result["tests_total"] == 51
+    assert limits_s == [1.0, 1.0, 1.0], "of 4 s, 2 are left for the answer"
 
 
 def test_without_isolation_code_is_refused_unless_allowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from penstock_rollout.rewards.sandbox import program as running
 from penstock_rollout.rewards.sandbox.builtin import PREFIX
-from penstock_rollout.rewards.sandbox.program import ERROR_TAIL_BYTES, Limits, Outcome
+from penstock_rollout.rewards.sandbox.program import ERROR_TAIL_BYTES, Limits, Outcome, RunningProgram
 from penstock_rollout.rewards.sandbox.run import Choice, Sandbox
 from support.confinements import WORKING
 from support.processes import until
@@ -25,7 +29,7 @@ pytestmark = pytest.mark.parametrize("confinement", WORKING)
 @pytest.fixture
 def run(confinement: Choice) -> Run:
     def run(
-        program: str, *, stdin: bytes = b"", wall_s: float = 20.0, output_bytes: int = 2**16, limits: Limits = LIMITS
+        program: str, *, stdin: bytes = b"", wall_s: float = 60.0, output_bytes: int = 2**16, limits: Limits = LIMITS
     ) -> Outcome:
         sandbox = Sandbox.open(confinement)
         return sandbox.run(
@@ -42,7 +46,25 @@ def nothing_is_left() -> Iterator[None]:
     assert set(_children()) <= before
 
 
-OWN_SLEEP = "999.125"
+@pytest.fixture
+def ends_after_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deadline of a program passes half a second after it has printed, however late a busy machine starts it."""
+    transfer, printed_at = RunningProgram._transfer, list[float]()
+
+    def note_output(self: RunningProgram, *words: Any) -> None:
+        transfer(self, *words)
+        if self._written and not printed_at:
+            printed_at.append(time.monotonic())
+
+    def clock() -> float:
+        now = time.monotonic()
+        return now + 3600 if printed_at and now > printed_at[0] + 0.5 else now
+
+    monkeypatch.setattr(RunningProgram, "_transfer", note_output)
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+
+
+OWN_SLEEP = f"998.{os.getpid()}"
 """No other process sleeps this long, so its command line is known by it."""
 
 
@@ -115,8 +137,9 @@ print(len(open("/dev/urandom", "rb").read(4)), open(os.devnull, "w").write("x"))
     assert outcome.stdout == b"4 1\n", outcome.error_tail
 
 
+@pytest.mark.usefixtures("ends_after_output")
 def test_an_endless_loop_is_ended_at_its_deadline(run: Run) -> None:
-    outcome = run("print('began', flush=True)\nwhile True: pass", wall_s=2.0)
+    outcome = run("print('began', flush=True)\nwhile True: pass")
     assert outcome.ended == "deadline" and not outcome.succeeded
     assert outcome.stdout == b"began\n"
 
@@ -131,6 +154,7 @@ time.sleep(99)
     assert run(program, wall_s=0.5).ended == "deadline"
 
 
+@pytest.mark.usefixtures("ends_after_output")
 def test_a_fork_bomb_stays_small_and_is_ended_whole(run: Run) -> None:
     program = """
 import os, time
@@ -146,7 +170,7 @@ except BlockingIOError:
         try: os.fork()
         except OSError: pass
 """
-    outcome = run(program, wall_s=1.5)
+    outcome = run(program)
     assert outcome.ended == "deadline"
     assert 1 <= int(outcome.stdout.split()[0]) < LIMITS.max_processes
 
@@ -232,8 +256,8 @@ import os, time
 for _ in range(5):
     if os.fork() == 0:
         block = bytearray(os.urandom(1 << 20)) * 200
-        time.sleep(20)
-time.sleep(20)
+        time.sleep(99)
+time.sleep(99)
 print("survived")
 """
     sandbox = Sandbox.open(confinement)
@@ -245,15 +269,24 @@ def test_a_control_group_bounds_the_memory(run: Run, confinement: Choice) -> Non
     if Sandbox.open(confinement).group is None:
         pytest.skip("this machine lets us make no control group")
     program = """
-import os, time
-children = []
+import os
+waiting, release = os.pipe()
+children, reports = [], []
 for _ in range(5):
+    report, done = os.pipe()
     pid = os.fork()
     if pid == 0:
+        os.close(release)
         block = bytearray(os.urandom(1 << 20)) * 200
-        time.sleep(1)
+        os.write(done, b"x")
+        os.read(waiting, 1)
         os._exit(0)
+    os.close(done)
     children.append(pid)
+    reports.append(report)
+for report in reports:
+    os.read(report, 1)  # this child holds its block, or was killed
+os.close(release)
 print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children])
 """
     outcome = run(program)
@@ -265,7 +298,7 @@ def test_the_size_of_all_files_together_is_bounded(run: Run) -> None:
 import time
 for number in range(1000):
     with open(str(number), "wb") as file: file.write(bytes(2**16))
-time.sleep(20)
+time.sleep(99)
 """
     outcome = run(program)
     assert outcome.ended == "files" or b"No space left" in outcome.error_tail, outcome
@@ -284,7 +317,7 @@ for number in range(200):
     os.unlink("file")
     os.write(file, bytes(2**16))
     {keep}
-time.sleep(15)
+time.sleep(99)
 """
     outcome = run(program)
     assert outcome.ended == "files" or b"No space left" in outcome.error_tail, outcome

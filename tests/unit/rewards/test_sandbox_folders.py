@@ -133,8 +133,8 @@ with base.private_folder() as folder:
 
 
 def _ends(pid: int) -> bool:
-    """Wait until a process that is not ours has ended, for 10 seconds at most."""
-    for _ in range(200):
+    """Wait until a process that is not ours has ended, for a minute at most."""
+    for _ in range(1200):
         if not is_running(pid):
             return True
         time.sleep(0.05)

@@ -18,6 +18,8 @@ from support.object_store import ObjectStore, in_environment, object_store
 
 WEIGHTS = bytes(range(256)) * 4096
 SOURCE = "s3://bucket/models/tiny"
+TIMEOUT_S = 60.0
+"""For what succeeds."""
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +51,15 @@ def test_a_model_is_fetched_once_from_an_object_store(store: ObjectStore, tmp_pa
         "config.json", "model-00001.safetensors", "sub/tokenizer.json"
     }  # fmt: skip
     before = (target / "config.json").stat().st_mtime_ns
-    assert fetch_model(SOURCE, target, 5, verify=True).endswith("is complete already")
+    assert fetch_model(SOURCE, target, TIMEOUT_S, verify=True).endswith("is complete already")
     assert (target / "config.json").stat().st_mtime_ns == before
 
     (target / "model-00001.safetensors").write_bytes(WEIGHTS[:-1] + b"x")
-    assert fetch_model(SOURCE, target, 5).endswith("is complete already"), "its size is right"
+    assert fetch_model(SOURCE, target, TIMEOUT_S).endswith("is complete already"), "its size is right"
     with pytest.raises(ConfigError, match="is damaged: its checksum is not the one of the fetch; remove"):
-        fetch_model(SOURCE, target, 5, verify=True)
+        fetch_model(SOURCE, target, TIMEOUT_S, verify=True)
     with pytest.raises(ConfigError, match="holds s3://bucket/models/tiny, not s3://bucket/other; choose another"):
-        fetch_model("s3://bucket/other", target, 5)
+        fetch_model("s3://bucket/other", target, TIMEOUT_S)
 
 
 def test_an_interrupted_fetch_is_continued_where_it_stopped(
@@ -74,9 +76,9 @@ def test_an_interrupted_fetch_is_continued_where_it_stopped(
     monkeypatch.setattr(ObjectFolder, "read", dies_at_the_third_part)
     target = tmp_path / "tiny"
     with pytest.raises(KeyboardInterrupt):
-        fetch_model(SOURCE, target, 5)
+        fetch_model(SOURCE, target, TIMEOUT_S)
     assert not (target / MARKER).exists()
-    fetch_model(SOURCE, target, 5)
+    fetch_model(SOURCE, target, TIMEOUT_S)
     weights = [start for name, start in starts if name.endswith("safetensors")]
     assert weights == [0, 2**18, 2**19, 2**19, 3 * 2**18], "the part that failed comes again, no other"
     assert (target / "model-00001.safetensors").read_bytes() == WEIGHTS
@@ -90,8 +92,8 @@ def test_an_object_that_arrives_damaged_is_not_kept(
     with monkeypatch.context() as patch:
         patch.setattr(ObjectFolder, "read", lambda *words: b"x" + read(*words)[1:] if words[2] else read(*words))
         with pytest.raises(Unavailable, match=r"model-00001\.safetensors arrived damaged and was removed; fetch again"):
-            fetch_model(SOURCE, tmp_path / "tiny", 5)
-    assert fetch_model(SOURCE, tmp_path / "tiny", 5).startswith("fetched 3 files")
+            fetch_model(SOURCE, tmp_path / "tiny", TIMEOUT_S)
+    assert fetch_model(SOURCE, tmp_path / "tiny", TIMEOUT_S).startswith("fetched 3 files")
 
 
 def test_two_fetches_of_one_folder_do_not_clash(store: ObjectStore, tmp_path: Path) -> None:
@@ -100,7 +102,10 @@ def test_two_fetches_of_one_folder_do_not_clash(store: ObjectStore, tmp_path: Pa
     answers = [process.communicate(timeout=120)[0] for process in both]
     said = sorted(answer.split()[0] for answer in answers)
     assert said == sorted(["fetched", str(tmp_path / "tiny")])
-    with fetching._locked(tmp_path / "tiny", 5), pytest.raises(DeadlineExceeded, match="another fetch has held"):
+    with (
+        fetching._locked(tmp_path / "tiny", TIMEOUT_S),
+        pytest.raises(DeadlineExceeded, match="another fetch has held"),
+    ):
         fetch_model(SOURCE, tmp_path / "tiny", 0.1)
 
 
@@ -108,17 +113,17 @@ def test_a_folder_is_copied_and_what_is_not_a_model_is_refused(store: ObjectStor
     source = tmp_path / "here"
     source.mkdir()
     (source / "config.json").write_text("{}")
-    fetch_model(str(source), tmp_path / "there", 5)
+    fetch_model(str(source), tmp_path / "there", TIMEOUT_S)
     assert (tmp_path / "there" / "config.json").read_text() == "{}"
     (source / "config.json").rename(source / "other.json")
     with pytest.raises(ConfigError, match="is not a model: it has no config.json"):
-        fetch_model(str(source), tmp_path / "elsewhere", 5)
+        fetch_model(str(source), tmp_path / "elsewhere", TIMEOUT_S)
     with pytest.raises(ConfigError, match="has no model files"):
-        fetch_model("s3://bucket/nothing", tmp_path / "nothing", 5)
+        fetch_model("s3://bucket/nothing", tmp_path / "nothing", TIMEOUT_S)
     with pytest.raises(ConfigError, match="does not exist"):
-        fetch_model("s3://nowhere/at-all", tmp_path / "nowhere", 5)
+        fetch_model("s3://nowhere/at-all", tmp_path / "nowhere", TIMEOUT_S)
     with pytest.raises(ConfigError, match="is neither a folder nor an s3:// URL nor a Hub id"):
-        fetch_model("/nowhere", tmp_path / "nowhere", 5)
+        fetch_model("/nowhere", tmp_path / "nowhere", TIMEOUT_S)
 
 
 def test_a_store_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

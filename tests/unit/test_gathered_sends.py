@@ -35,9 +35,9 @@ def test_all_bytes_arrive_however_few_the_socket_takes_at_once() -> None:
     reader = threading.Thread(target=read)
     reader.start()
     with ours:
-        ours.settimeout(20)
+        ours.settimeout(60)
         send_all(ours, parts)
-    reader.join(20)
+    reader.join(60)
     theirs.close()
     assert received == b"".join(parts)
 

@@ -27,6 +27,7 @@ FILES = {
     "datasets/open/twice": {"a/train-00000-of-00001.jsonl": b"{}", "b/train-00000-of-00001.jsonl": b"{}"},
 }  # fmt: skip
 REVISION = "a" * 40
+PATIENT = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_ETAG_TIMEOUT": "60", "HF_HUB_DOWNLOAD_TIMEOUT": "60"}
 
 
 def git_hash(content: bytes) -> str:
@@ -114,7 +115,7 @@ for fields in json.loads(sys.argv[1]):
 
 def resolve(cache: Path, hub: str, *configs: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
     """The resolved configs, by a process of its own: huggingface_hub reads its variables when it is imported."""
-    base = {"HF_HOME": str(cache), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_PROGRESS_BARS": "1", "PATH": "/usr/bin:/bin"}
+    base = {"HF_HOME": str(cache), "HF_ENDPOINT": hub, "PATH": "/usr/bin:/bin", **PATIENT}
     done = subprocess.run(
         [sys.executable, "-c", RESOLVE, json.dumps(configs)], env=base | environment, cwd=Path(__file__).parents[2],
         capture_output=True, text=True, timeout=120, check=False,
@@ -146,7 +147,7 @@ def test_ids_are_fetched_once_and_then_come_from_the_cache(tmp_path: Path, hub: 
 def test_a_model_is_fetched_into_a_folder_and_compared_with_the_hub(
     tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub, "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": hub, **PATIENT}
 
     def fetch(target: Path) -> subprocess.CompletedProcess[str]:
         words = ["-m", "penstock.cli.main", "fetch-model", "own/tiny@main", str(target)]

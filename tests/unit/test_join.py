@@ -149,7 +149,7 @@ def test_a_machine_joins_again_once_the_processes_of_a_killed_command_have_ended
     monkeypatch.setattr(Joined, "_watch", lambda self, *_: has_joined.append(self))
     here.folder.mkdir(parents=True)
     with subprocess.Popen(["true"]) as killed:
-        killed.wait(10)
+        killed.wait(60)
     with (here.folder / "lock").open("w") as lock:
         lock.write(str(killed.pid))
         lock.flush()

@@ -178,7 +178,7 @@ def check_adoption(group: ProcessGroup) -> None:
     until(lambda: psutil.STATUS_ZOMBIE in [p.status() for p in adopted(group)], "the end of an orphan")
     assert group.ended() == []
     [left] = adopted(group)
-    assert left.cmdline() == ["sleep", "1001"]
+    until(lambda: left.cmdline() == ["sleep", "1001"], "the program of the other orphan")
     kill(group)
     group.start_again(child)
     assert not left.is_running() or left.status() == psutil.STATUS_ZOMBIE
@@ -240,7 +240,7 @@ def test_a_second_ctrl_c_kills_all_but_redis_at_once(
 ) -> None:
     monkeypatch.setattr(processes, "QUIET_S", 0.0)
     redis = group.start("redis", ["sh", "-c", f"trap 'touch {tmp_path}/saved; exit 0' TERM; touch {tmp_path}/up; "
-                                  "while :; do sleep 0.02; done"], ends_last=True)  # fmt: skip
+                                  "while :; do sleep 0.02; done"], ends_last=True, stop_timeout_s=1000)  # fmt: skip
     until((tmp_path / "up").exists, "redis")
     learner = start_saving(group, tmp_path / "term-000001-step-00000007")
     group.on_wait = lambda _: group.end_at_once()

@@ -178,10 +178,15 @@ def test_a_learner_that_waits_for_the_first_validation_is_not_stuck(monkeypatch:
 def test_a_process_that_takes_long_to_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "QUIET_S", 0.01)
     group, lines = ProcessGroup(tmp_path), list[str]()
-    group.on_wait = lines.append
-    for seconds in ("0.3", "0"):
-        with subprocess.Popen(["sleep", seconds]) as process:
-            if seconds == "0":
+    for takes_long in (True, False):
+        with subprocess.Popen(["sleep", "1000" if takes_long else "0"]) as process:
+
+            def end(line: str, process: subprocess.Popen[bytes] = process) -> None:
+                lines.append(line)
+                process.kill()
+
+            group.on_wait = end
+            if not takes_long:
                 process.wait()
             assert group._ends_in_time(Child("learner", process, tmp_path / "learner.log", stop_timeout_s=60))
     assert lines == [f"waiting for learner to end, at most 60 s (log: {tmp_path / 'learner.log'})"]

@@ -41,7 +41,7 @@ async def client(request: pytest.FixtureRequest, port: int, tmp_path: Path) -> A
 async def start_waiting(port: int, limit_s: int = 60, **settings: str) -> asyncio.subprocess.Process:
     """The chart's preStop hook. It needs redis-cli, which is beside the server."""
     server = Path(find_redis_server())
-    folders = f"{server.parent}:{os.environ['PATH']}"
+    folders = f"{settings.pop('programs', server.parent)}:{server.parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": folders, "SETTLE_S": "0"} | settings
     script = SCRIPTS / "wait-for-clients.sh"
     return await asyncio.create_subprocess_exec(
@@ -52,7 +52,7 @@ async def start_waiting(port: int, limit_s: int = 60, **settings: str) -> asynci
 @pytest.mark.parametrize("client", ["gateway", "rollout", "learner"], indirect=True)
 async def test_every_role_says_that_it_is_stopping_and_that_it_has_stopped(client: Redis) -> None:
     key, stopping = "penstock:{r1}:leaving", asyncio.Event()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         async with Leaving(client, "r1", "part").holding(stopping):
             assert not await client.zcard(key)
             stopping.set()
@@ -68,7 +68,7 @@ async def test_redis_waits_for_a_process_that_is_stopping(client: Redis, port: i
         async with Leaving(client, "r1", "part").holding(stopping):
             await done.wait()
 
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         task = asyncio.create_task(stop_slowly())
         assert await (await start_waiting(port)).wait() == 0, "nobody is stopping: Redis is evicted alone"
         stopping.set()
@@ -82,12 +82,23 @@ async def test_redis_waits_for_a_process_that_is_stopping(client: Redis, port: i
         assert await waiting.wait() == 0
 
 
-async def test_redis_waits_for_processes_that_are_told_later_and_not_forever(client: Redis, port: int) -> None:
-    """Kubernetes' garbage collector stops the pods some time after their owners were deleted."""
-    stopping = asyncio.Event()
-    async with asyncio.timeout(30), Leaving(client, "r1", "part").holding(stopping):
-        waiting = await start_waiting(port, limit_s=2, SETTLE_S="1")
+async def test_redis_waits_for_processes_that_are_told_later_and_not_forever(
+    client: Redis, port: int, tmp_path: Path
+) -> None:
+    """Kubernetes' garbage collector stops the pods some time after their owners were deleted. The hook's `sleep` lasts
+    until they have been."""
+    stopping, asked, told = asyncio.Event(), tmp_path / "asked", tmp_path / "told"
+    sleep = tmp_path / "sleep"
+    sleep.write_text(f"#!/bin/sh\ntouch {asked}\nuntil [ -e {told} ]; do /bin/sleep 0.02; done\n")
+    sleep.chmod(0o755)
+    async with asyncio.timeout(120), Leaving(client, "r1", "part").holding(stopping):
+        waiting = await start_waiting(port, limit_s=2, SETTLE_S="1", programs=str(tmp_path))
+        while not asked.exists():
+            await asyncio.sleep(0.01)
         stopping.set()
+        while not await client.zcard("penstock:{r1}:leaving"):
+            await asyncio.sleep(0.01)
+        told.touch()
         _, error = await waiting.communicate()
     assert waiting.returncode == 0 and b"1 processes of run r1 are still stopping after 2 s" in error
 
@@ -95,7 +106,7 @@ async def test_redis_waits_for_processes_that_are_told_later_and_not_forever(cli
 async def test_a_process_that_was_killed_holds_nothing_up(client: Redis, port: int) -> None:
     seconds, _ = await client.time()
     await client.zadd("penstock:{r1}:leaving", {"killed@host:1": (int(seconds) - 31) * 1000})
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await (await start_waiting(port)).wait() == 0
     await client.zrem("penstock:{r1}:leaving", "killed@host:1")
 

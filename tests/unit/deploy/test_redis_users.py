@@ -101,7 +101,7 @@ async def test_the_gateway_keeps_sessions_and_hands_out_tasks(clients: Clients, 
     tasks = TaskStore(clients["gateway"], run, 60, SessionLimits(task_max_failures=1))
     await tasks.submit(
         [
-            tasks_pb2.NewTask(task_id="t", payload_json="1", num_sessions=2, deadline_s=9),
+            tasks_pb2.NewTask(task_id="t", payload_json="1", num_sessions=2, deadline_s=900),
             tasks_pb2.NewTask(task_id="u", payload_json="1", num_sessions=1),
         ],
         "key",
@@ -127,7 +127,7 @@ async def test_a_pinned_evaluation_is_abandoned(clients: Clients, run: str) -> N
     for name in ("r0", "e"):
         await PolicyRegistry(clients["gateway"], run).pin(name, 0)
     await gateway.create_evaluation("e", [b"q"] * 4)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await gateway.get_evaluation("e")).num_failed < 4:
             for lease in await rollout.lease("r0", 4):
                 await rollout.give_back("r0", lease, "oops")
@@ -321,7 +321,7 @@ def test_start_refuses_a_missing_password(tmp_path: Path) -> None:
     (tmp_path / "redis-gateway-password").write_text("x")
     result = subprocess.run(
         ["sh", str(SCRIPTS / "start.sh"), str(SCRIPTS / "users.acl"), str(tmp_path), str(tmp_path)],
-        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=20,
+        env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, timeout=60,
         check=False,
     )  # fmt: skip
     assert result.returncode == 2

@@ -83,7 +83,7 @@ def secret(tmp_path: Path) -> str:
 @pytest_asyncio.fixture(loop_scope="module")
 async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis]:
     """The same as in conftest.py, in the loop of this file."""
-    client = connect(RedisConfig(url=redis_process.url))
+    client = connect(RedisConfig(url=redis_process.url, timeout_s=200))
     await client.flushdb()
     yield client
     await client.aclose()

@@ -143,8 +143,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis]:
-    # On a busy machine Redis may not run for a while.
-    client = connect(RedisConfig(url=redis_process.url, timeout_s=60))
+    client = connect(RedisConfig(url=redis_process.url, timeout_s=200))  # Redis is not what is tested
     await client.flushdb()
     yield client
     await client.aclose()
@@ -152,9 +151,9 @@ async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis
 
 @pytest.fixture
 def queue(redis_client: redis.Redis) -> RedisReplayQueue:
-    """A small queue: 2 groups per step, staleness 1, three attempts."""
+    """A small queue: 2 groups per step, staleness 1, three attempts. No test is so slow that a lease expires."""
     return RedisReplayQueue(
-        redis_client, "test", ReplayConfig(groups_per_step=2, max_staleness=1, max_attempts=3, lease_ttl_s=30)
+        redis_client, "test", ReplayConfig(groups_per_step=2, max_staleness=1, max_attempts=3, lease_ttl_s=600)
     )
 
 

@@ -134,11 +134,12 @@ class _Worker:
     async def run(self, idle_s: float) -> None:
         beats = asyncio.create_task(self._renew())
         loop = asyncio.get_running_loop()
-        busy_at = loop.time()
+        idle_since: float | None = None  # when it asked for tasks in vain for the first time since agents were at work
         try:
-            while self.running or loop.time() - busy_at < idle_s:
+            while self.running or idle_since is None or loop.time() - idle_since < idle_s:
                 if beats.done():
                     beats.result()
+                asked_at = loop.time()
                 room = min(self.at_once - len(self.running), MAX_LEASED)
                 leased = await self._lease(room, min(ASK_S, idle_s)) if room else []
                 for task in leased:
@@ -147,9 +148,11 @@ class _Worker:
                         self.beats_faster.set()
                     self.running[task.session_id] = asyncio.create_task(self._attempt(task))
                 if self.running:
-                    busy_at = loop.time()
+                    idle_since = None
                     if not leased:
                         await asyncio.wait(self.running.values(), timeout=PAUSE_S, return_when=asyncio.FIRST_COMPLETED)
+                elif idle_since is None:
+                    idle_since = asked_at
                 self._forget_ended()
         finally:
             await end_task(beats)

@@ -108,9 +108,9 @@ async def talking(
 
     make_tokenizer_folder(tmp_path)
     (tmp_path / "cluster-key").write_text("secret")
-    config = run_config(redis_process.url, tmp_path, sessions=SessionLimits(task_lease_s=30)).model_copy(
+    config = run_config(redis_process.url, tmp_path, sessions=SessionLimits(task_lease_s=600)).model_copy(
         update={"weights": WeightsConfig(cluster_key_file=tmp_path / "cluster-key")}
     )
     engines = {f"r{number}": TalkingEngine() for number in range(NUM_SERVERS)}
-    async with serving(config, redis_client, tmp_path, engines, heartbeats=True), running(config) as gateway:
+    async with serving(config, redis_client, tmp_path, engines), running(config) as gateway:
         yield gateway, engines

@@ -23,7 +23,7 @@ from penstock.api.conversion import to_json
 from penstock.api_keys import read_own_key
 from penstock.cancellation import end_task
 from penstock.config.run import ModelConfig, RunConfig
-from penstock.config.service import GatewayConfig, RedisConfig
+from penstock.config.service import GatewayConfig, RedisConfig, ReplayConfig
 from penstock.replay.queue import RedisReplayQueue
 from penstock.trajectory import Group, Sampling, Trajectory, VersionSegment
 from penstock.v1 import groups_pb2_grpc, policies_pb2, policies_pb2_grpc, prompts_pb2_grpc, runs_pb2_grpc
@@ -118,12 +118,19 @@ def waiting_at(task: asyncio.Task[Any]) -> str:
     return f"{task.get_name()}: {' > '.join(places)} > {awaited!r}"
 
 
+SILENCE_S = 600.0
+"""How long a server, the learner or the holder of a lease may be silent before it counts as dead. Most tests send no
+heartbeats, and on a busy machine a test takes minutes."""
+REDIS_S = 60.0
+
+
 def run_config(redis_url: str, folder: Path, **gateway: Any) -> RunConfig:
     return RunConfig(
         run="test",
         run_dir=folder,
         model=ModelConfig(path=folder),
-        redis=RedisConfig(url=redis_url),
+        redis=RedisConfig(url=redis_url, timeout_s=REDIS_S),
+        replay=ReplayConfig(lease_ttl_s=SILENCE_S),
         gateway=GatewayConfig(**gateway),
     )
 
@@ -189,10 +196,11 @@ async def submit(gateway: Gateway, *prompts: dict[str, Any]) -> list[int]:
     return list((await rest(gateway, "POST", f"{RUN}/prompts", json={"prompts": list(prompts)}))["prompt_ids"])
 
 
-async def read_events(response: httpx.Response, count: int) -> list[dict[str, Any]]:
+async def read_events(lines: AsyncIterator[str], count: int) -> list[dict[str, Any]]:
+    """The next events of a stream, of whose response these are the lines."""
     events: list[dict[str, Any]] = []
-    async with asyncio.timeout(60):
-        async for line in response.aiter_lines():
+    async with asyncio.timeout(100):
+        async for line in lines:
             if line.startswith("id: "):
                 cursor = line.removeprefix("id: ")
             if line.startswith("data: "):

@@ -24,7 +24,7 @@ from penstock.trajectory import Group, Prompt, Sampling, SamplingSegment, TokenR
 from support.redis_server import RedisProcess
 
 USERS = Path(__file__).parents[2] / "deploy" / "redis" / "users.acl"
-LOOSE = ReplayConfig(groups_per_step=64, max_staleness=1000, max_attempts=1)
+LOOSE = ReplayConfig(groups_per_step=64, max_staleness=1000, max_attempts=1, lease_ttl_s=600)
 T = TypeVar("T")
 
 

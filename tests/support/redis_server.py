@@ -33,7 +33,7 @@ class RedisProcess:
     def kill(self) -> None:
         if self.process is not None:
             self.process.kill()
-            self.process.wait(timeout=60)
+            self.process.wait(timeout=100)
             self.process = None
 
 
@@ -66,4 +66,4 @@ def redis_with_users(folder: Path, passwords: Mapping[str, str]) -> Iterator[int
         yield port
     finally:
         process.kill()
-        process.wait(timeout=60)
+        process.wait(timeout=100)

@@ -33,7 +33,7 @@ def queue_maker(request: pytest.FixtureRequest) -> MakeQueue:
     client: redis.Redis | None = request.getfixturevalue("redis_client") if request.param == "redis" else None
 
     def make(**overrides: Any) -> ReplayQueue:
-        fields = {"groups_per_step": 2, "max_staleness": 1, "max_attempts": 3, "lease_ttl_s": 30} | overrides
+        fields = {"groups_per_step": 2, "max_staleness": 1, "max_attempts": 3, "lease_ttl_s": 600} | overrides
         if store is not None:
             return MemoryReplayQueue(store, ReplayConfig(**fields))
         assert client is not None
@@ -64,7 +64,7 @@ async def assert_conserved(queue: ReplayQueue) -> None:
 
 async def lease_again(queue: ReplayQueue, server_id: str) -> Lease:
     """Lease the one prompt as soon as its first lease has expired."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while True:
             leases = await queue.lease(server_id, 1)
             if leases:

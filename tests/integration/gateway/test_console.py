@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def secret(tmp_path: Path) -> str:
 @pytest_asyncio.fixture(loop_scope="module")
 async def redis_client(redis_process: RedisProcess) -> AsyncIterator[redis.Redis]:
     """The same as in conftest.py, in the loop of this file."""
-    client = connect(RedisConfig(url=redis_process.url))
+    client = connect(RedisConfig(url=redis_process.url, timeout_s=200))
     await client.flushdb()
     yield client
     await client.aclose()
@@ -257,6 +258,7 @@ async def test_validations_and_reward_parts_have_curves(page: Any, queue: RedisR
 
 async def test_a_button_is_not_replaced_under_the_mouse(page: Any, gateway: Gateway) -> None:
     await page.clock.install()
+    await page.clock.pause_at(datetime.now(UTC) + timedelta(hours=1))  # only `run_for` moves the clock from here on
     await page.reload()
     await page.get_by_role("button", name=re.compile("Pause|Resume")).hover()
     asked: list[str] = []

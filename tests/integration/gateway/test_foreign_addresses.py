@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import redis.asyncio as redis
 from prometheus_client import CollectorRegistry
@@ -195,6 +196,15 @@ def config_with_tools(redis_url: str, folder: Path, services: Services) -> RunCo
     return run_config(redis_url, folder).model_copy(update={"rollout": rollout})
 
 
+async def finished(gateway: Gateway, prompt_id: int, serving: asyncio.Task[None]) -> httpx.Response:
+    """The prompt's record, once a server has answered it or has ended. The server starts its engine meanwhile."""
+    async with asyncio.timeout(200):
+        while True:
+            record = await gateway.rest.get(f"{RUN}/prompts/{prompt_id}:wait", params={"timeout_s": 15})
+            if serving.done() or record.json()["state"] not in ("PENDING", "LEASED"):
+                return record
+
+
 @pytest.mark.skipif(importlib.util.find_spec("mcp") is None, reason="mcp is not installed")
 async def test_a_rollout_server_opens_only_what_its_config_names(
     redis_process: Any, redis_client: redis.Redis, tmp_path: Path, bait: Bait, monkeypatch: pytest.MonkeyPatch
@@ -226,11 +236,11 @@ async def test_a_rollout_server_opens_only_what_its_config_names(
                 assert stored.status_code == 200, stored.text
                 assert (await gateway.rest.post(f"{place}:submit", json={"num_samples": 1})).status_code == 200
                 for prompt_id in (1, 2):
-                    ended = await gateway.rest.get(f"{RUN}/prompts/{prompt_id}:wait", params={"timeout_s": 15})
+                    ended = await finished(gateway, prompt_id, serving)
                     assert ended.json()["state"] == "QUEUED", (ended.text, serving)
         finally:
             server.stopping.set()
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(100):
                 await serving
             services.events.put_nowait(b"")
     assert services.calls == {"/reward": 2, "/search": 2, "/mcp": 2, "/messages": 2}

@@ -177,7 +177,7 @@ async def test_a_key_that_is_removed_ends_its_streams(configure: Callable[..., R
     (old_secret, old), (new_secret, new) = make_key("old@team", "submit"), make_key("new@team", "submit")
     old_headers, new_headers = ({"Authorization": f"Bearer {secret}"} for secret in (old_secret, new_secret))
     (tmp_path / "keys").write_text(f"{old.line}\n{new.line}\n")
-    async with running(configure(keys_file=tmp_path / "keys")) as gateway, asyncio.timeout(20):
+    async with running(configure(keys_file=tmp_path / "keys")) as gateway, asyncio.timeout(100):
         prompts, *_ = stubs(gateway)
         message = prompts_pb2.Message(role="user", content="hi")
         wanted = prompts_pb2.SubmitPromptsRequest(prompts=[prompts_pb2.Prompt(messages=[message], num_samples=1)])
@@ -271,11 +271,11 @@ async def test_grpc_checks_the_key_before_it_reads_the_request(
 
             call: Any = channel.stream_unary(f"/{path}")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call(never(), timeout=20)
+                await call(never(), timeout=100)
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED, "before any byte of the request has arrived"
         assert parsed == []
         health = health_pb2_grpc.HealthStub(channel)
-        assert await health.Check(health_pb2.HealthCheckRequest(), timeout=20), "probes have no key"
+        assert await health.Check(health_pb2.HealthCheckRequest(), timeout=100), "probes have no key"
 
 
 async def test_grpc_bytes_that_are_not_a_request_are_the_client_s_mistake(gateway: Gateway) -> None:
@@ -288,17 +288,21 @@ async def test_grpc_bytes_that_are_not_a_request_are_the_client_s_mistake(gatewa
         assert dict(caught.value.trailing_metadata() or ())["field"] == "request"
 
 
-async def test_watchers_do_not_hold_up_a_gateway_that_stops(gateway: Gateway) -> None:
-    prompts, *_ = stubs(gateway)
-    async with gateway.rest.stream("GET", f"{RUN}/results") as response:
-        call = prompts.WatchResults(prompts_pb2.WatchResultsRequest())
-        await call.wait_for_connection()
-        gateway.stop.set()
-        async with asyncio.timeout(8):  # less than requests in flight have
-            assert [line async for line in response.aiter_lines() if line.startswith("data")] == []
-            async with aclosing(aiter(call)) as results:  # type: ignore[type-var]
-                assert [result async for result in results] == []
-            await gateway.task
+async def test_watchers_do_not_hold_up_a_gateway_that_stops(
+    configure: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_services.gateway.server.STOP_GRACE_S", 600.0)
+    async with running(configure()) as gateway:
+        prompts, *_ = stubs(gateway)
+        async with gateway.rest.stream("GET", f"{RUN}/results") as response:
+            call = prompts.WatchResults(prompts_pb2.WatchResultsRequest())
+            await call.wait_for_connection()
+            gateway.stop.set()
+            async with asyncio.timeout(100):  # less than requests in flight have
+                assert [line async for line in response.aiter_lines() if line.startswith("data")] == []
+                async with aclosing(aiter(call)) as results:  # type: ignore[type-var]
+                    assert [result async for result in results] == []
+                await gateway.task
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from support.gateways import PROMPT, RUN, Gateway, group_of, run_config, running
 
 Configure = Callable[..., RunConfig]
 HEAD = b"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1\r\n"
-DEADLINE_S = 20.0
+DEADLINE_S = 100.0
 
 
 @pytest.fixture
@@ -145,7 +145,8 @@ async def test_bytes_that_come_one_by_one_do_not_keep_a_request_alive(configure:
 
 
 async def test_empty_lines_between_requests_do_not_keep_a_connection_alive(configure: Configure) -> None:
-    async with running(configure(header_timeout_s=0.5)) as gateway, connected(gateway) as client:
+    config = configure(header_timeout_s=0.5, keep_alive_s=10 * DEADLINE_S)
+    async with running(config) as gateway, connected(gateway) as client:
         await client.send(HEAD + b"\r\n")
         async with asyncio.timeout(DEADLINE_S):
             await client.reader.readuntil(b"}")
@@ -186,7 +187,7 @@ async def test_a_body_that_ends_early_reaches_no_route(configure: Configure) -> 
 
 @pytest.mark.parametrize("setting", ["max_connections", "max_connections_per_address"])
 async def test_connections_are_limited(configure: Configure, setting: str) -> None:
-    async with running(configure(**{setting: 3})) as gateway:
+    async with running(configure(**{setting: 3}, header_timeout_s=DEADLINE_S)) as gateway:
         async with contextlib.AsyncExitStack() as stack:
             kept = [await stack.enter_async_context(connected(gateway)) for _ in range(3)]
             for client in kept:
@@ -211,7 +212,8 @@ async def test_watchers_leave_connections_to_redis_for_other_requests(
 ) -> None:
     """More watchers than the gateway has connections to Redis, all woken at once."""
     num_watchers = 150
-    async with running(configure(max_redis_connections=8)) as gateway, contextlib.AsyncExitStack() as stack:
+    config = configure(max_redis_connections=8, header_timeout_s=DEADLINE_S)
+    async with running(config) as gateway, contextlib.AsyncExitStack() as stack:
         await submit(gateway, PROMPT)
         authorization = gateway.rest.headers.get("authorization", "")
         request = f"GET {RUN}/results?cursor=0 HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: {authorization}\r\n\r\n"
@@ -244,7 +246,9 @@ async def test_a_grpc_connection_that_says_nothing_is_closed(configure: Configur
         async with contextlib.AsyncExitStack() as stack:
             silent = [await stack.enter_async_context(connected(gateway, gateway.grpc_port)) for _ in range(5)]
             await asyncio.gather(*(client.read_to_end() for client in silent))
-        assert (await runs_pb2_grpc.RunServiceStub(gateway.channel).GetRun(runs_pb2.GetRunRequest())).run == "test"
+        runs: Any = runs_pb2_grpc.RunServiceStub(gateway.channel)
+        # The time of the silent ones holds for this connection too, so on a busy machine it may take more than one try.
+        assert (await runs.GetRun(runs_pb2.GetRunRequest(), wait_for_ready=True)).run == "test"
 
 
 async def test_large_grpc_metadata_is_refused(configure: Configure) -> None:

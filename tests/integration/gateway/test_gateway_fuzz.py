@@ -210,7 +210,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     thread = threading.Thread(target=asyncio.run, args=(_serve(config, folder, ready),), daemon=True)
     thread.start()
     try:
-        gateway, queue, loop, stop = ready.result(60)
+        gateway, queue, loop, stop = ready.result(150)
         with (
             httpx.Client(base_url=gateway.url, headers={"Authorization": f"Bearer {gateway.key}"}, trust_env=False,
                          timeout=TIMEOUT_S) as rest,
@@ -218,7 +218,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         ):  # fmt: skip
             yield Served(gateway, queue, loop, rest, channel, Tokenization(folder))
         loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
+        thread.join(150)
         assert not thread.is_alive()
     finally:
         store.kill()
@@ -681,7 +681,7 @@ def api(served: Served) -> Any:
 
     headers = {"Authorization": f"Bearer {served.gateway.key}"}
     url = f"{served.gateway.url}/v1/openapi.json"
-    api = schemathesis.openapi.from_url(url, headers=headers).exclude(path_regex=ENDLESS)
+    api = schemathesis.openapi.from_url(url, headers=headers, timeout=TIMEOUT_S).exclude(path_regex=ENDLESS)
     api.config.update(headers=headers)
     return api
 
@@ -692,7 +692,7 @@ def call_documented(case: Any) -> None:
 
     if "run" in (case.path_parameters or {}):
         case.path_parameters["run"] = RUN
-    case.call_and_validate(checks=[not_a_server_error, response_schema_conformance], timeout=20)
+    case.call_and_validate(checks=[not_a_server_error, response_schema_conformance], timeout=TIMEOUT_S)
 
 
 def send_some(cases: Any, bounds: settings) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 
 import grpc
 import pytest
@@ -94,13 +93,14 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
     )
 
     async with gateway.rest.stream("GET", f"{RUN}/policies:watch") as response:
+        lines = response.aiter_lines()
         call = policies.WatchPolicies(policies_pb2.WatchPoliciesRequest())
-        first = await anext(aiter(call))
+        [published], first = await read_events(lines, 1), await anext(aiter(call))
         await rest(gateway, "POST", f"{RUN}/policies/3:promote")
-        seen = await read_events(response, 2)
+        [promoted] = await read_events(lines, 1)
         call.cancel()
-    assert to_json(first)["state"] == seen[0]["state"] == "PUBLISHED"
-    assert (seen[1]["policy_version"], seen[1]["state"]) == (3, "PROMOTED")
+    assert to_json(first)["state"] == published["state"] == "PUBLISHED"
+    assert (promoted["policy_version"], promoted["state"]) == (3, "PROMOTED")
     metrics = await both(
         gateway, "GET", f"{RUN}/metrics?page_size=2&name=reward_mean",
         runs.ListMetrics(runs_pb2.ListMetricsRequest(page_size=2, names=["reward_mean"])), as_json(records.MetricsList),
@@ -113,19 +113,23 @@ async def test_policies_are_compared_promoted_held_pinned_and_retired(
 
 
 async def test_watchers_of_the_policy_share_one_reader() -> None:
-    reads, stopping = itertools.count(), asyncio.Event()
+    num_reads, changed, stopping = 0, asyncio.Event(), asyncio.Event()
     policy = policies_pb2.Policy(policy_version=1)
 
     async def read() -> policies_pb2.Policy:
-        next(reads)
+        nonlocal num_reads
+        if num_reads:
+            await changed.wait()
+        num_reads += 1
         return policy
 
-    current = CurrentPolicy(read, 5.0, stopping)
+    current = CurrentPolicy(read, 100.0, stopping)
     watchers = [current.changes() for _ in range(8)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         first = await asyncio.gather(*(anext(watcher) for watcher in watchers))
-        assert [seen.policy_version for seen in first] == [1] * 8 and next(reads) == 1
+        assert [seen.policy_version for seen in first] == [1] * 8 and num_reads == 1
         policy.policy_version = 2
+        changed.set()
         second = await asyncio.gather(*(anext(watcher) for watcher in watchers))
         assert [seen.policy_version for seen in second] == [2] * 8
         stopping.set()
@@ -203,7 +207,7 @@ async def test_an_evaluation_from_creation_to_score(gateway: Gateway, queue: Red
         for lease in await queue.lease("s", 2):
             assert prompts_pb2.Prompt.FromString(lease.payload).evaluation_id == "heldout"
             await queue.record_evaluation("heldout", lease, [1.0, 0.0], 3, 4)
-        finished = await client.wait_for_evaluation("heldout", timeout_s=20)
+        finished = await client.wait_for_evaluation("heldout", timeout_s=100)
     assert (finished.score, finished.policy_version_min, finished.policy_version_max) == (0.5, 3, 4)
     assert (finished.num_samples, finished.pass_at) == (4, {1: 0.5, 2: 1.0})
     answer = await runs_pb2_grpc.RunServiceStub(gateway.channel).GetEvaluation(

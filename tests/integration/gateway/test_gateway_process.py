@@ -68,7 +68,8 @@ async def test_a_port_in_use_is_one_clear_line(configure: Callable[..., RunConfi
             await serve(configure(**{setting: port}))
 
 
-async def test_without_redis_it_lives_but_is_not_ready(tmp_path: Path) -> None:
+async def test_without_redis_it_lives_but_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.client.retries.FIRST_PAUSE_S", 1000.0)  # the client does not try again
     async with running(run_config(f"redis://127.0.0.1:{free_port()}/0", tmp_path)) as gateway:
         for path in ("/healthz", "/startupz"):
             assert (await gateway.rest.get(path)).status_code == 200
@@ -80,7 +81,7 @@ async def test_without_redis_it_lives_but_is_not_ready(tmp_path: Path) -> None:
             assert_problem(await gateway.rest.get(path), 503, "UNAVAILABLE")
         text = (await gateway.rest.get("/metrics")).text
         assert "penstock_gateway_requests_total" in text and "penstock_queue_depth" not in text
-        async with PenstockClient(gateway.url, api_key=gateway.key, deadline_s=0.5) as client:
+        async with PenstockClient(gateway.url, api_key=gateway.key) as client:
             with pytest.raises(Unavailable, match="Redis does not answer"):
                 await client.get_run()
 
@@ -93,7 +94,7 @@ async def test_it_is_not_ready_while_redis_reads_its_file(tmp_path: Path) -> Non
         async with redis.Redis.from_url(process.url) as client:
             await client.eval("for i = 1, 200000 do redis.call('SET', i, '') end", 0)
         process.kill()
-        process.start("--key-load-delay", "100")
+        process.start("--key-load-delay", "300")  # it reads for a minute, and answers meanwhile
         async with running(run_config(process.url, tmp_path)) as gateway:
             assert_problem(await gateway.rest.get("/readyz"), 503, "UNAVAILABLE")
     finally:
@@ -115,7 +116,15 @@ async def test_a_redis_without_hello_is_a_primary_if_it_answers(redis_process: R
             await check_primary(client)
 
 
-async def test_sigterm_lets_a_request_in_flight_finish(gateway: Gateway) -> None:
+async def test_sigterm_lets_a_request_in_flight_finish(
+    configure: Callable[..., RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock_services.gateway.server.STOP_GRACE_S", 600.0)
+    async with running(configure()) as gateway:
+        await stop_during_a_request(gateway)
+
+
+async def stop_during_a_request(gateway: Gateway) -> None:
     address = gateway.config.folder / "gateway.json"
     assert json.loads(address.read_text()) == {
         "host": "127.0.0.1",
@@ -130,14 +139,14 @@ async def test_sigterm_lets_a_request_in_flight_finish(gateway: Gateway) -> None
         content = json.dumps({"prompts": [PROMPT]}).encode()
         yield content[:20]
         os.kill(os.getpid(), signal.SIGTERM)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(100):
             await gateway.stop.wait()
         stopped.set()
         yield content[20:]
 
     response = await gateway.rest.post(f"{RUN}/prompts", content=body(), headers={"Content-Type": "application/json"})
     assert stopped.is_set() and response.json()["prompt_ids"] == [1]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         await gateway.task
     assert not address.exists()
 

@@ -158,7 +158,7 @@ async def test_results_are_resumed_by_cursor(gateway: Gateway, queue: RedisRepla
         await queue.append(leases[0], encode_group(group_of(1, 1)), 3)
         await queue.give_back("s", leases[1], "broken reward", is_final=True)
         await rest(gateway, "POST", f"{RUN}/prompts:cancel", json={"prompt_ids": [3]})
-        seen = await read_events(response, 3)
+        seen = await read_events(response.aiter_lines(), 3)
     assert [(r["prompt_id"], r["state"], r["reason"]) for r in seen] == [
         (1, "QUEUED", ""), (2, "DEAD_LETTERED", "broken reward"), (3, "CANCELLED", "cancelled"),
     ]  # fmt: skip
@@ -178,9 +178,9 @@ async def test_results_are_resumed_by_cursor(gateway: Gateway, queue: RedisRepla
 
     headers = {"Last-Event-ID": seen[0]["cursor"]}
     async with gateway.rest.stream("GET", f"{RUN}/results", headers=headers) as response:
-        assert [result["prompt_id"] for result in await read_events(response, 2)] == [2, 3]
+        assert [result["prompt_id"] for result in await read_events(response.aiter_lines(), 2)] == [2, 3]
     async with gateway.rest.stream("GET", f"{RUN}/results?cursor=0&prompt_id=3") as response:
-        assert [result["prompt_id"] for result in await read_events(response, 1)] == [3]
+        assert [result["prompt_id"] for result in await read_events(response.aiter_lines(), 1)] == [3]
     for cursor in ("nonsense", "1-1.0"):
         response = await gateway.rest.get(f"{RUN}/results?cursor={cursor}")
         assert (response.status_code, response.json()["field"]) == (400, "cursor")
@@ -189,18 +189,18 @@ async def test_results_are_resumed_by_cursor(gateway: Gateway, queue: RedisRepla
 async def test_watchers_of_results_share_one_blocking_connection(gateway: Gateway, queue: RedisReplayQueue) -> None:
     prompts, *_ = stubs(gateway)
     await submit(gateway, PROMPT)
-    waiting = asyncio.ensure_future(prompts.WaitPrompt(prompts_pb2.WaitPromptRequest(prompt_id=1, timeout_s=20)))
+    waiting = asyncio.ensure_future(prompts.WaitPrompt(prompts_pb2.WaitPromptRequest(prompt_id=1, timeout_s=60)))
     async with contextlib.AsyncExitStack() as stack:
         streams = [
             await stack.enter_async_context(gateway.rest.stream("GET", f"{RUN}/results?cursor=0")) for _ in range(8)
         ]
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while not (blocked := await blocked_reads(queue)):
                 await asyncio.sleep(0.01)
         assert blocked == 1
         [lease] = await queue.lease("s", 1)
         await queue.append(lease, encode_group(group_of(1, 1)), 3)
-        seen = await asyncio.gather(*(read_events(stream, 1) for stream in streams))
+        seen = await asyncio.gather(*(read_events(stream.aiter_lines(), 1) for stream in streams))
     assert [events[0]["prompt_id"] for events in seen] == [1] * 8
     assert (await waiting).state == prompts_pb2.PromptRecord.QUEUED
 
@@ -306,7 +306,7 @@ async def test_groups_are_made_json_outside_the_event_loop(
     await queue.append(lease, encode_group(group_of(1, lease.attempt)), 3)
     await rest(gateway, "GET", f"{RUN}/groups/1")
     async with gateway.rest.stream("GET", f"{RUN}/results?cursor=0&with_groups=true") as response:
-        await read_events(response, 1)
+        await read_events(response.aiter_lines(), 1)
     assert names == {"json", "text", "decode"} and threading.current_thread() not in threads
 
 

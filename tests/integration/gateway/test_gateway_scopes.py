@@ -32,7 +32,7 @@ from support.gateways import PROMPT, Gateway, run_config, running
 
 Scope = Literal["read", "submit", "admin"]
 WEAKER: dict[Scope, tuple[Scope, ...]] = {"read": (), "submit": ("read",), "admin": ("read", "submit")}
-ANSWER_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 100.0
 
 GRPC_SCOPES: dict[str, Scope] = {
     "PromptService/SubmitPrompts": "submit",

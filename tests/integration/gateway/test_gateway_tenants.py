@@ -119,7 +119,7 @@ async def tenants(redis_process: Any, redis_client: redis.Redis, tmp_path: Path)
     made = {who: make_key(name, "admin" if who == "operator" else "submit") for who, name in NAMES.items()}
     (tmp_path / "keys").write_text("\n".join(key.line for _, key in made.values()))
     config = run_config(
-        redis_process.url, tmp_path, keys_file=tmp_path / "keys", sessions=SessionLimits(task_lease_s=30)
+        redis_process.url, tmp_path, keys_file=tmp_path / "keys", sessions=SessionLimits(task_lease_s=600)
     ).model_copy(update={"weights": WeightsConfig(cluster_key_file=tmp_path / "cluster-key")})
     engines = {"r0": TalkingEngine()}
     async with serving(config, redis_client, tmp_path, engines, heartbeats=True), running(config) as gateway:
@@ -533,7 +533,7 @@ async def test_a_dataset_has_its_owner_before_it_can_be_found(
     def link(partial: Path, path: Path) -> None:
         named(partial, path)
         submission = tenants.bob.status("POST", f"{RUN}/datasets/x:submit", json={})
-        seen.append(asyncio.run_coroutine_threadsafe(submission, loop).result(30))
+        seen.append(asyncio.run_coroutine_threadsafe(submission, loop).result(100))
 
     monkeypatch.setattr(os, "link", link)
     upload = {"content": b'{"prompt": "1+1"}\n', "headers": {"Content-Type": "application/x-ndjson"}}

@@ -73,7 +73,7 @@ async def frames_of_calls(
     relay = await asyncio.start_server(counter.accept, "127.0.0.1", 0)
     try:
         address = f"127.0.0.1:{relay.sockets[0].getsockname()[1]}"
-        async with asyncio.timeout(30), grpc.aio.insecure_channel(address, options=options) as channel:
+        async with asyncio.timeout(100), grpc.aio.insecure_channel(address, options=options) as channel:
             stub: Any = generate_pb2_grpc.GenerateServiceStub(channel)
             for _ in range(3):
                 call = stub.Generate(generate_pb2.GenerateRequest(text="b" * ANSWER_BYTES), metadata=key.metadata())

@@ -32,7 +32,10 @@ from support.tiny_models import make_tiny_qwen2
 
 NUM_PROMPTS = 40
 REPLAY = ReplayConfig(
-    groups_per_step=NUM_PROMPTS, max_attempts=2, breaker=BreakerConfig(non_finite_failures=8, probe_s=600)
+    groups_per_step=NUM_PROMPTS,
+    max_attempts=2,
+    breaker=BreakerConfig(non_finite_failures=8, probe_s=600),
+    lease_ttl_s=600,  # the producers send no heartbeats
 )
 
 
@@ -101,7 +104,9 @@ async def test_bad_weights_pause_every_server_and_good_ones_train_every_prompt(
     await queue.take_term(0)
     control = RunControl(queue.client, "test")
     config = config_of(tmp_path, bad, None, "shm")
-    async with asyncio.timeout(60), AsyncExitStack() as stack:
+    weights = config.weights.model_copy(update={"ready_timeout_s": 100.0, "push_timeout_s": 100.0})
+    config = config.model_copy(update={"weights": weights})
+    async with asyncio.timeout(250), AsyncExitStack() as stack:
         members = [await stack.enter_async_context(member(config)) for _ in range(2)]
         producers = [producer_of(queue, target.server_id, engine, bad) for target, engine, _ in members]
         loops = [asyncio.create_task(producer.lease_loop()) for producer in producers]
@@ -115,7 +120,7 @@ async def test_bad_weights_pause_every_server_and_good_ones_train_every_prompt(
             publisher = WeightPublisher(config, HOST)
             staged(publisher, good)
             report = await asyncio.to_thread(publisher.push, 1, [target for target, _, _ in members])
-            assert not report.failed
+            assert not report.failed, report
             await queue.publish(1, 0, b"")
             assert len(set(await trained(queue))) == NUM_PROMPTS
         finally:

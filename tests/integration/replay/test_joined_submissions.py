@@ -15,7 +15,7 @@ from penstock_services.gateway.prompts import MAX_REQUESTS, JoinedSubmissions
 
 async def test_requests_that_are_joined_get_their_own_ids_and_keep_their_keys(queue: RedisReplayQueue) -> None:
     await queue.submit([b"first", b"second"], [0, 0], "old")
-    joined = JoinedSubmissions(queue, deadline_s=10)
+    joined = JoinedSubmissions(queue, deadline_s=100)
     asked = [(f"{n}", 1 + n % 3, f"key {n % 7}" if n % 2 else "") for n in range(2 * MAX_REQUESTS)]
     asked.insert(5, ("again", 2, "old"))
     answers = await asyncio.gather(
@@ -40,7 +40,7 @@ async def test_requests_that_are_joined_get_their_own_ids_and_keep_their_keys(qu
 
 
 async def test_prompts_of_joined_requests_are_leased_by_priority(queue: RedisReplayQueue) -> None:
-    joined = JoinedSubmissions(queue, deadline_s=10)
+    joined = JoinedSubmissions(queue, deadline_s=100)
     await asyncio.gather(
         joined.submit(PromptRequest([b"late"], [-1])),
         joined.submit(PromptRequest([b"normal", b"early"], [0, 5])),
@@ -53,19 +53,27 @@ async def test_prompts_of_joined_requests_are_leased_by_priority(queue: RedisRep
 async def test_every_request_has_its_deadline_and_those_after_it_are_served(
     queue: RedisReplayQueue, redis_client: Any
 ) -> None:
-    joined = JoinedSubmissions(queue, deadline_s=0.2)
-    assert (await joined.submit(PromptRequest([b"a"], [0], ""))).prompt_ids == (1,)
-    await redis_client.client_pause(600)
-    sent = asyncio.create_task(joined.submit(PromptRequest([b"b"], [0], "b")))
-    await asyncio.sleep(0.1)
-    waiting = asyncio.create_task(joined.submit(PromptRequest([b"c"], [0], "")))
-    with pytest.raises(DeadlineExceeded, match="longer than 0.2 s"):
-        await sent
-    assert not waiting.done(), "it came later"
-    with pytest.raises(DeadlineExceeded):
-        await waiting
-    await redis_client.client_unpause()
-    again = await joined.submit(PromptRequest([b"b"], [0], "b"))
+    patient, joined = JoinedSubmissions(queue, deadline_s=100), JoinedSubmissions(queue, deadline_s=0.2)
+    assert (await patient.submit(PromptRequest([b"a"], [0], ""))).prompt_ids == (1,)
+    loop, ended_at = asyncio.get_running_loop(), list[float]()
+    await redis_client.client_pause(600_000, all=False)  # scripts wait until the pause is ended
+    try:
+        sent = asyncio.create_task(joined.submit(PromptRequest([b"b"], [0], "b")))
+        await asyncio.sleep(0.1)
+        asked_at = loop.time()
+        waiting = asyncio.create_task(joined.submit(PromptRequest([b"c"], [0], "")))
+        waiting.add_done_callback(lambda _: ended_at.append(loop.time()))
+        with pytest.raises(DeadlineExceeded, match="longer than 0.2 s"):
+            await sent
+        with pytest.raises(DeadlineExceeded):
+            await waiting
+    finally:
+        await redis_client.client_unpause()
+    assert ended_at[0] - asked_at > 0.19, "it came later"
+    assert joined._sender is not None
+    async with asyncio.timeout(100):
+        await joined._sender
+    again = await patient.submit(PromptRequest([b"b"], [0], "b"))
     assert (again.prompt_ids, again.replayed) == ((2,), True), "submissions in progress were accepted, once"
 
 
@@ -81,7 +89,7 @@ async def test_a_request_that_redis_refuses_fails_alone(
         return await submit_many(requests)
 
     monkeypatch.setattr(queue, "submit_many", refuse)
-    joined = JoinedSubmissions(queue, deadline_s=10)
+    joined = JoinedSubmissions(queue, deadline_s=100)
     payloads = [b"poison" if n == 3 else b"%d" % n for n in range(MAX_REQUESTS)]
     answers = await asyncio.gather(
         *(joined.submit(PromptRequest([payload], [0], "")) for payload in payloads), return_exceptions=True
@@ -104,7 +112,7 @@ async def test_a_request_that_was_accepted_alone_is_answered_with_its_ids_whatev
         return await submit_many(requests)
 
     monkeypatch.setattr(queue, "submit_many", with_full_queue)
-    joined = JoinedSubmissions(queue, 30.0)
+    joined = JoinedSubmissions(queue, 100.0)
     first, last = await asyncio.gather(
         *(joined.submit(PromptRequest([payload], [0], "")) for payload in (b"first", b"last")), return_exceptions=True
     )

@@ -48,11 +48,11 @@ def limited_redis(tmp_path: Path) -> Iterator[RedisProcess]:
 async def test_a_full_disk_is_named_and_waited_for(
     limited_redis: RedisProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = RedisConfig(url=limited_redis.url)
+    config = RedisConfig(url=limited_redis.url, retry_s=200)
     client, patient = connect(config), connect(config, patient=True)
     queue, learner = (RedisReplayQueue(each, "full", ReplayConfig()) for each in (client, patient))
     with pytest.raises(Unavailable, match=r"cannot write to its disk; free space .* \(MISCONF") as refused:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(100):
             while True:
                 await queue.submit([b"p" * 100_000], [0], "")
                 await asyncio.sleep(0.02)
@@ -60,7 +60,7 @@ async def test_a_full_disk_is_named_and_waited_for(
 
     with caplog.at_level(logging.WARNING):
         taking = asyncio.create_task(learner.take_term(0))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             while "MISCONF" not in caplog.text:
                 await asyncio.sleep(0.02)
             assert limited_redis.process is not None
@@ -89,6 +89,17 @@ async def test_accepted_prompts_survive_a_full_disk(tmp_path: Path, ending: str,
     record_property("fault", {"lost": lost, "doubled": 0})
 
 
+async def _set_fsync(server: RedisProcess, policy: str) -> None:
+    """Change when Redis syncs its log, and wait for a sync under way. Redis may postpone its writes for 2 s while there
+    is one, and does not see meanwhile that the disk is full."""
+    client = connect(RedisConfig(url=server.url))
+    async with asyncio.timeout(100):
+        await client.config_set("appendfsync", policy)
+        while (await client.info("persistence"))["aof_pending_bio_fsync"]:
+            await asyncio.sleep(0.01)
+    await client.aclose()
+
+
 async def _submit_to_a_full_disk(server: RedisProcess, folder: Path, run_dir: Path, *, is_killed_full: bool) -> int:
     """Returns the number of accepted prompts that are lost."""
     accepted: list[int] = []
@@ -96,7 +107,7 @@ async def _submit_to_a_full_disk(server: RedisProcess, folder: Path, run_dir: Pa
     async with running(run_config(server.url, run_dir)) as gateway:
 
         async def submit_until(status: int) -> httpx.Response:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(100):
                 while True:
                     response = await post_prompts(gateway, prompt)
                     accepted.extend(response.json()["prompt_ids"] if response.status_code == 200 else [])
@@ -106,6 +117,9 @@ async def _submit_to_a_full_disk(server: RedisProcess, folder: Path, run_dir: Pa
 
         for _ in range(5):
             await submit_until(200)
+        await _set_fsync(server, "always")
+        await submit_until(200)
+        await _set_fsync(server, "everysec")
         filler = fill(folder)
         refused = await submit_until(503)
         detail = assert_problem(refused, 503, "UNAVAILABLE")

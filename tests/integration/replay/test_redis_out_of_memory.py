@@ -29,7 +29,7 @@ from penstock_tools.local.private_redis import write_config
 from support.groups import make_group
 from support.redis_server import RedisProcess
 
-CONFIG = ReplayConfig(groups_per_step=4, max_staleness=99, append_timeout_s=60)
+CONFIG = ReplayConfig(groups_per_step=4, max_staleness=99, append_timeout_s=250, lease_ttl_s=600)
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ async def test_producers_wait_and_go_on(queue: RedisReplayQueue, monkeypatch: py
     producer = make_producer(queue, CONFIG)
     await queue.take_term(0)
     trained: list[int] = []
-    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(200), asyncio.TaskGroup() as tasks:
         loops = [tasks.create_task(producer.lease_loop()), tasks.create_task(producer.heartbeat_loop())]
         await until(lambda: waited(producer) > 0)
         step = 0
@@ -146,7 +146,7 @@ async def test_a_producer_that_waits_too_long_gives_the_prompt_back(
     await fill(queue, 1)
     await client.config_set("maxmemory", 2**20 // 2)
     producer = make_producer(queue, CONFIG.model_copy(update={"append_timeout_s": 0.2}))
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         loop = tasks.create_task(producer.lease_loop())
         await until(lambda: producer.metrics.failures.labels("deadline_exceeded")._value.get() > 0)
         await end_task(loop)

@@ -43,7 +43,7 @@ async def give_back_others(queue: ReplayQueue, leases: list[Lease], server: str)
 
 
 async def lease_soon(queue: ReplayQueue, count: int, server: str = "s") -> list[Lease]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(100):
         while not (leases := await queue.lease(server, count)):
             await asyncio.sleep(PROBE_S / 5)
         return leases
@@ -185,7 +185,7 @@ async def test_prompts_that_open_breaker_after_breaker_are_dead_lettered(make_qu
     queue = make_queue(groups_per_step=32, max_attempts=2, breaker=BREAKER)
     await submit(queue, 20)
     bad = {1, 2, 3, 4}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while (await queue.stat()).queued < 16:
             for lease in await queue.lease("s", 4):
                 if lease.prompt_id in bad:

@@ -10,8 +10,8 @@ import pytest
 from support.replay_backends import MakeQueue, ReplayQueue, finish, queue_maker, submit
 
 __all__ = ["queue_maker"]
-FOREVER_S = 4.0
-"""Longer than the tests wait, and shorter than a command's deadline."""
+FOREVER_S = 80.0
+"""Longer than the tests wait, and shorter than Redis may block a command of `redis_client`: half of its deadline."""
 
 
 async def ends(wait: Callable[[float], Awaitable[None]], change: Callable[[], Awaitable[object]]) -> None:

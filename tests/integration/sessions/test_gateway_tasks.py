@@ -140,7 +140,7 @@ async def test_a_gateway_finishes_what_another_has_begun(
         keys = RunKeys("test")
         await queue.client.hset(keys.session("s", "state"), "reward", '{"reward": 0.5, "parts": {}}')
         await queue.client.zadd(keys.finishing, {"session:s": 1})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(100):
             while (await queue.stat()).queued == 0:
                 await asyncio.sleep(0.05)
         answer = await client.reward_session("s", 1.0)

@@ -29,8 +29,9 @@ def new_task(task_id: str, payload: str, num_sessions: int = 1, deadline_s: floa
 class Stores:
     def __init__(self, client: Any, **limits: Any) -> None:
         self.client = client
-        self.sessions = SessionStore(client, "test", 3600, SessionLimits(**limits))
-        self.tasks = TaskStore(client, "test", 3600, SessionLimits(**limits))
+        kept = SessionLimits(**{"task_lease_s": 3600} | limits)  # leases end when a test ends them
+        self.sessions = SessionStore(client, "test", 3600, kept)
+        self.tasks = TaskStore(client, "test", 3600, kept)
 
     async def expire_leases(self) -> None:
         """Let all leases run out now."""
@@ -117,7 +118,7 @@ async def test_a_place_that_fails_too_often_is_abandoned(redis_client: redis.Red
 
 
 async def test_a_deadline_completes_a_task_with_what_is_there(stores: Stores) -> None:
-    await stores.tasks.submit([new_task("t", "1", 3, deadline_s=60), new_task("none", "1", 1, deadline_s=60)])
+    await stores.tasks.submit([new_task("t", "1", 3, deadline_s=1000), new_task("none", "1", 1, deadline_s=1000)])
     leases = await stores.tasks.lease("w", 9, MANY)
     await stores.reward(leases[1].session_id)
     assert await stores.tasks.sweep() == (0, 0)
@@ -272,7 +273,7 @@ async def test_the_work_for_a_place_does_not_grow_with_its_task(redis_client: re
 async def test_a_sweep_that_ends_many_tasks_does_not_stall_the_queue(redis_client: redis.Redis) -> None:
     stores = Stores(redis_client)
     names = [f"t{number}" for number in range(40)]
-    await stores.tasks.submit([new_task(name, "1", 250, deadline_s=60) for name in names])
+    await stores.tasks.submit([new_task(name, "1", 250, deadline_s=1000) for name in names])
     while len(await redis_client.zrange(RunKeys("test").task_due, 0, -1)) < len(names):
         await stores.tasks.lease("w", 512, MANY)
     await redis_client.zadd(RunKeys("test").task_due, dict.fromkeys(names, 1))

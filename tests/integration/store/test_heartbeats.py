@@ -19,7 +19,7 @@ async def test_who_ends_in_order_is_forgotten_and_who_crashes_is_not(redis_clien
     heartbeats = Heartbeats(redis_client, "test")
     async with heartbeats.beating("learner") as silence_s:
         assert silence_s is None
-        assert (await heartbeats.ages_s())["learner"] < 10
+        assert (await heartbeats.ages_s())["learner"] < 60
     assert await heartbeats.ages_s() == {}
 
     with pytest.raises(RuntimeError):
@@ -33,7 +33,7 @@ async def test_who_ends_in_order_is_forgotten_and_who_crashes_is_not(redis_clien
 
 
 def block_until_beat(url: str, key: str, first: bytes) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 100
     with redis_sync.Redis.from_url(url) as client:
         while client.hget(key, "learner") == first:
             assert time.monotonic() < deadline, "no beat"

@@ -83,7 +83,7 @@ def redis_server(*options: str, port: int) -> Iterator[None]:
         yield
     finally:
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=100)
 
 
 def _answers(path: Path) -> bool:
@@ -123,7 +123,7 @@ def make_certificates(folder: Path) -> None:
         ["x509", "-req", "-in", "end.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
          "-extfile", "extensions", "-out", "end.pem"],
     ):  # fmt: skip
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=30)
+        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=100)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def sentinel(folder: Path) -> Iterator[RedisConfig]:
         yield RedisConfig(url=f"redis://127.0.0.1:{port}/0")
     finally:
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=100)
 
 
 @contextlib.contextmanager
@@ -326,7 +326,7 @@ async def test_cluster(tmp_path: Path) -> None:
     with redis_server("--cluster-enabled", "yes", "--dir", str(tmp_path), port=port):
         async with Redis(port=port) as node:
             await node.execute_command("CLUSTER ADDSLOTS", *range(16384))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(100):
                 while (await node.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         await round_trip(RedisConfig(url=f"redis://127.0.0.1:{port}/0", cluster=True))

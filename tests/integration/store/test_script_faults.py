@@ -43,7 +43,7 @@ PROMPT = encode_prompt(Prompt(messages=(("user", "?"),), priority=1))
 
 
 def make_queue(client: RedisClient, **settings: object) -> RedisReplayQueue:
-    defaults: dict[str, object] = {"groups_per_step": 4, "max_staleness": 3, "max_attempts": 2}
+    defaults: dict[str, object] = {"groups_per_step": 4, "max_staleness": 3, "max_attempts": 2, "lease_ttl_s": 3600}
     config = ReplayConfig.model_validate(defaults).model_copy(update=settings)
     return RedisReplayQueue(client, "test", config)
 
@@ -262,9 +262,9 @@ async def evaluate(client: RedisClient) -> None:
 
 async def serve_sessions(client: RedisClient) -> None:
     """Sessions and tasks: recorded, rewarded, returned, reclaimed, overdue."""
-    sessions = SessionStore(client, "test", 60, SessionLimits())
-    tasks = TaskStore(client, "test", 60, SessionLimits(task_max_failures=1))
-    hasty = TaskStore(client, "test", 60, SessionLimits(task_max_failures=2, task_lease_s=0.001))
+    sessions = SessionStore(client, "test", 3600, SessionLimits(task_lease_s=3600))
+    tasks = TaskStore(client, "test", 3600, SessionLimits(task_max_failures=1, task_lease_s=3600))
+    hasty = TaskStore(client, "test", 3600, SessionLimits(task_max_failures=2, task_lease_s=0.001))
     await tasks.submit(
         [
             tasks_pb2.NewTask(task_id="t", payload_json="1", num_sessions=3, deadline_s=9),

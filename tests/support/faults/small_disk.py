@@ -16,12 +16,12 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[Path]:
     """A tmpfs of this size, which only root can mount. Without root the test is skipped."""
     folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True, timeout=20).returncode != 0:
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True, timeout=100).returncode != 0:
         pytest.skip("cannot mount a tmpfs here; run as root")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=20)
+        subprocess.run(["umount", "-l", str(folder)], check=False, timeout=100)
 
 
 def fill(folder: Path) -> Path:

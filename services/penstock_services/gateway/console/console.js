@@ -10,9 +10,12 @@ import { deadLetters } from "/console/dead_letters.js";
 const VIEWS = { overview, policies, trajectories, sessions, samples, "dead-letters": deadLetters };
 const STILL = new Set(["trajectories", "sessions", "samples"]);
 const LIVE_MS = 2000;
+// How long a refresh by the clock leaves one under way alone. Otherwise a gateway that needs more than LIVE_MS for its
+// answers would never be shown: each refresh would replace the one before it.
+const PATIENCE_MS = 30000;
 const main = document.getElementById("main");
 const canHover = matchMedia("(hover: hover)");
-let turn = 0, isPressed = false;
+let turn = 0, isPressed = false, begunAt = -Infinity;
 
 // What comes after a slash is of the view: #sessions/NAME.
 function view() {
@@ -22,7 +25,9 @@ function view() {
 
 // A refresh by the clock skips its turn while someone uses what would be replaced.
 async function refresh(byClock = false) {
+  if (byClock && performance.now() - begunAt < PATIENCE_MS) return;
   const mine = ++turn, name = view();
+  begunAt = performance.now();
   try {
     const content = await VIEWS[name](() => refresh());
     if (mine !== turn || (byClock && isBusy())) return;
@@ -34,6 +39,8 @@ async function refresh(byClock = false) {
     warn("");
   } catch (error) {
     if (mine === turn) warn(error.message === "Failed to fetch" ? "The gateway does not answer." : error.message);
+  } finally {
+    if (mine === turn) begunAt = -Infinity;
   }
 }
 

@@ -43,6 +43,7 @@ from penstock.weights.transports import ClusterKey
 from scale_parts.fleet import (
     Costs,
     FleetProcesses,
+    GatewayClient,
     Meter,
     Sample,
     fleet_bars,
@@ -147,10 +148,7 @@ class Scale:
             # The gateway connects to a server at its first call, and twice as many calls as servers reach all of them.
             await caller.wait_for(2 * num_servers, CONNECT_TIMEOUT_S)
             caller.times_s.clear()
-            before = self.meter.read()
-            await asyncio.sleep(self.seconds)
-            await caller.wait_for(1, CONNECT_TIMEOUT_S)
-            calls = self.meter.read().minus(before)
+            calls = await self._pause(until_one_call_of=caller)
             num_calls, p99_s["generate"] = len(caller.times_s), p99(caller.times_s)
         before = self.meter.read()
         for _ in range(NUM_PUSHES):
@@ -163,9 +161,11 @@ class Scale:
             NUM_PUSHES, p99_s,
         )  # fmt: skip
 
-    async def _pause(self) -> Costs:
+    async def _pause(self, until_one_call_of: GatewayClient | None = None) -> Costs:
         before = self.meter.read()
         await asyncio.sleep(self.seconds)
+        if until_one_call_of is not None:
+            await until_one_call_of.wait_for(1, CONNECT_TIMEOUT_S)
         return self.meter.read().minus(before)
 
 

@@ -1,4 +1,4 @@
-"""Fetch a model once into a folder that processes share: from the Hub, from an object store, or from another folder.
+"""Fetch a model once into a folder that processes share: from the Hub, an object store, another folder, or a GGUF file.
 
     lock ─► complete already? ─► download each file, continuing partial ones ─► compare ─► write the marker
 
@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import fnmatch
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -163,6 +164,7 @@ def _open(url: str, field: str) -> tuple[Any, str]:
 MARKER = ".penstock-model.json"
 FIELD = "SOURCE"
 LOCK_POLL_S = 0.5
+GGUF_SUFFIXES = (".gguf", ".whl")
 _MD5 = re.compile(r"^[0-9a-f]{32}$")
 
 
@@ -185,11 +187,14 @@ def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = F
                 _download(store, name, info, target / name)
         elif Path(source).is_dir():
             _from_folder(Path(source), target)
+        elif Path(source).suffix in GGUF_SUFFIXES and Path(source).is_file():
+            _write_gguf_folder(Path(source), target)
         elif is_hub_id(Path(source)):
             local_model(Path(source), FIELD, target=target)
         else:
             raise ConfigError(
-                f"{FIELD} {source} is neither a folder nor an s3:// URL nor a Hub id such as Qwen/Qwen2.5-0.5B"
+                f"{FIELD} {source} is neither a folder, a GGUF file (.gguf or .whl), an s3:// URL nor a Hub "
+                "id such as Qwen/Qwen2.5-0.5B"
             )
         files = _model_files(target)
         if "config.json" not in files:
@@ -241,6 +246,14 @@ def _from_folder(source: Path, target: Path) -> None:
             shutil.copyfile(file, partial)
             if _checksum(partial) != _checksum(file):
                 raise Unavailable(f"{file} was damaged by copying; check the disk of {target}")
+
+
+def _write_gguf_folder(source: Path, target: Path) -> None:
+    try:  # by name, because this package may not import the packages above it
+        reader = importlib.import_module("penstock_tools.gguf_model")
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{FIELD} {source} is a GGUF file, which needs pip install 'penstock[tools]'") from error
+    reader.write_folder(source, target)
 
 
 def _model_files(folder: Path) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from examples.recipes.tiny_sources import COPIES, write_tiny_copies
+from examples.recipes.tiny_sources import COPIES, NUM_HELD_OUT, NUM_ROWS, write_tiny_copies
 from penstock.config.loading import read_config
 
 HERE = Path(__file__).parent
@@ -58,7 +58,8 @@ def prepare(recipe: str, folder: Path) -> None:
     """Write tiny copies of the datasets, and let the recipe's own prepare.py read them."""
     copies, data = folder / "copies", DATA_OF.get(recipe, recipe)
     write_tiny_copies(recipe, copies)
-    importlib.import_module(f"examples.recipes.{data}.prepare").main(["--from", str(copies), "--out", str(folder)])
+    words = ["--from", str(copies), "--out", str(folder), "--limit", str(2 * (NUM_ROWS + NUM_HELD_OUT))]
+    importlib.import_module(f"examples.recipes.{data}.prepare").main(words)
 
 
 def shrink(config: dict[str, Any], folder: Path) -> dict[str, Any]:

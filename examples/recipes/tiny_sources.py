@@ -15,6 +15,7 @@ NUM_HELD_OUT = 4
 
 def write_tiny_copies(recipe: str, folder: Path) -> None:
     """Write the datasets of a recipe, as `prepare.py --from FOLDER` reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
     for name, rows in COPIES[recipe]().items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -109,5 +110,6 @@ COPIES: dict[str, Callable[[], Files]] = {
     "countdown": _countdown,
     "search_r1": _search,
     "code_tests": _code,
+    "smollm2": lambda: {},  # its problems are made by prepare.py
 }
 """The datasets of each recipe: files by their path, relative to the folder of the copies."""

@@ -38,7 +38,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("penstock_tools.sizing.simulate_command", "predict step time, idle time and staleness of a run"),
     "fetch-model": (
         "penstock.cli.commands.prepare:fetch_model",
-        "fetch a model once into a folder: from the Hub, S3 or a folder",
+        "fetch a model once into a folder: from the Hub, S3, a folder or a GGUF file",
     ),
     "evaluate": ("penstock_tools.offline.commands:evaluate", "score a Parquet file of responses"),
     "generate": ("penstock_tools.offline.commands:generate", "sample answers to the prompts of a dataset file"),

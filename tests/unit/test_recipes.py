@@ -82,7 +82,7 @@ def test_every_recipe_has_both_placements_a_page_and_tiny_data() -> None:
         assert {row.file for row in rows} == set((RECIPES / name).glob("*.yaml"))
         assert {row.placement for row in rows} == {"standalone", "split-collocate"}
         assert len(rows) == page.count(" x h100 |")
-        assert "not yet measured" in page
+        assert "not yet measured" in page or (RECIPES / name / "curve.png").exists()
 
 
 @pytest.mark.parametrize("row", ROWS, ids=_named_row)
@@ -118,6 +118,7 @@ ANSWERS: dict[str, Callable[[Any], str]] = {
     "retool": lambda truth: f"The program printed {truth}.\nAnswer: {truth}",
     "countdown": lambda truth: f"<answer>{' + '.join(map(str, json.loads(truth)['numbers']))}</answer>",
     "search_r1": lambda truth: f"<answer>{truth['target'][0]}</answer>",
+    "smollm2": lambda truth: f"So it is\n#### {truth}",
     "code_tests": lambda truth: f"```python\n{_program(json.loads(truth))}\n```",
 }
 

@@ -64,7 +64,10 @@ def fetch_model(argv: Sequence[str]) -> int:
         epilog="A private or gated model of the Hub needs HF_TOKEN. s3:// takes AWS_ACCESS_KEY_ID, "
         "AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_ENDPOINT_URL, or the identity of a pod.",
     )
-    parser.add_argument("source", help="Hub id such as Qwen/Qwen2.5-0.5B@main, s3://bucket/prefix, or a folder")
+    parser.add_argument(
+        "source",
+        help="Hub id such as Qwen/Qwen2.5-0.5B@main, s3://bucket/prefix, a folder, a GGUF file, or a wheel with one",
+    )
     parser.add_argument("target", type=Path, help="folder that then holds the model")
     parser.add_argument("--verify", action="store_true", help="read a folder that is complete already, and compare it")
     parser.add_argument(

@@ -129,6 +129,7 @@ class ModelShape:
 KNOWN = {
     shape.name: shape
     for shape in (
+        ModelShape("135m", 30, 576, 1536, 9, 3, 64, 49152, True),
         ModelShape("0.5b", 24, 896, 4864, 14, 2, 64, 151936, True),
         ModelShape("1.5b", 28, 1536, 8960, 12, 2, 128, 151936, True),
         ModelShape("3b", 36, 2048, 11008, 16, 2, 128, 151936, True),
@@ -139,10 +140,11 @@ KNOWN = {
         ModelShape("70b", 80, 8192, 28672, 64, 8, 128, 128256, False),
     )
 }
-"""The shapes of Qwen2.5, of Qwen3 30B-A3B, and of Llama 3 70B."""
+"""The shapes of SmolLM2 135M, of Qwen2.5, of Qwen3 30B-A3B, and of Llama 3 70B."""
 
 _QWEN = ("0.5b", "1.5b", "3b", "7b", "14b", "32b")
 HUB_IDS = {name: f"Qwen/Qwen2.5-{name.upper()}-Instruct" for name in _QWEN} | {
+    "135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "30b-a3b": "Qwen/Qwen3-30B-A3B",
     "70b": "meta-llama/Llama-3.3-70B-Instruct",
 }

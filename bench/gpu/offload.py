@@ -44,7 +44,7 @@ CHOICES = {
 }
 
 
-def bench_model(name: str, _: bool) -> Results:
+def bench_model(name: str, compiled: bool) -> Results:
     import torch
     import torch.distributed as dist
 

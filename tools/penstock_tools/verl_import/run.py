@@ -124,6 +124,8 @@ def _set_learner(values: Values) -> None:
     has_ratio = int(values.get("critic.optim.lr_warmup_steps")) <= 0
     set_warmup(values, "critic.optim.", num_steps, has_ratio, "learner.critic.warmup_steps")
     set_lora(values, "critic.model.", "learner.critic.lora")
+    if values.ours("learner.lr_schedule") != str(values.get("critic.optim.lr_scheduler_type")):
+        values.findings.notes.append("the critic follows the policy's lr_schedule, which verl's does not")
     if values.is_given("critic.model.path"):
         path = local_path(values.get("critic.model.path"))
         if path != values.fields["model"]["path"]:
@@ -153,7 +155,9 @@ def set_lora(values: Values, model: str, ours: str = "learner.lora") -> None:
         values.ignore(model + "lora", model + "target_modules", model + "exclude_modules")
         return
     values.set(f"{ours}.rank", int(values.get(model + "lora_rank")))
-    values.set(f"{ours}.alpha", int(values.get(model + "lora_alpha")))
+    is_of_megatron = values.original.get(model + "lora_rank", "").endswith("lora.rank")
+    has_default = is_of_megatron and not values.is_given(model + "lora_alpha")
+    values.set(f"{ours}.alpha", 32 if has_default else int(values.get(model + "lora_alpha")))
     names = listed(values.get(model + "target_modules"))
     if "lm_head" in names:
         values.lose(model + "target_modules", "replaced by all-linear: lm_head cannot be adapted")

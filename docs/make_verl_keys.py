@@ -21,7 +21,7 @@ What `penstock import-verl` does with each key of verl ([coming-from-verl.md](co
 text. A key that is in no table is reported as not known.
 
 - **Same**: our field means the same.
-- **With a difference**: our field is set from the key, or serves its purpose, with the difference noted.
+- **With a difference**: our field is set from the key, or does its work, with the difference noted.
 - **No counterpart**: the note says why, or what to do. A value that asks for nothing, such as verl's default, is not
   reported. **Danger**: the same, but something else would be trained or measured.
 - **Not needed**: nothing is lost without the key. The report says why.

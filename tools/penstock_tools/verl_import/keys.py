@@ -232,6 +232,8 @@ VERDICTS = {
     "unneeded": "Not needed here",
 }
 """The verdicts on keys, besides that they mean the same, in the order of the report, with their headings."""
+TEXT_ONLY = "only text is trained"
+"""Begins the reason of every key that asks for images, videos or sound."""
 _DECISIVE = ("adv_estimator", "loss_mode", "reward_manager", "default_agent_loop", "model.path", "val_kwargs.n")
 """Ends of the keys whose value decides what is trained or measured. Other values without counterpart are missing."""
 

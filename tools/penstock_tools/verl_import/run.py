@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, COMPARING_ADVANTAGES
 from penstock_tools.starter import collocate
-from penstock_tools.verl_import.keys import CONVERTERS, OWN, Values, kl_penalty, listed, local_path
+from penstock_tools.verl_import.keys import CONVERTERS, OWN, TEXT_ONLY, Values, kl_penalty, listed, local_path
 
 _ACTOR = "actor_rollout_ref.actor."
 _MODEL = "actor_rollout_ref.model."
@@ -68,7 +68,9 @@ def _unused(values: Values) -> list[str]:
 def look_at_model(values: Values, key: str) -> None:
     """Warn of a model that reads images, by its name, and of a checkpoint that training would have begun with."""
     if re.search(r"vl(?![a-z])|vision|omni", Path(values.get(key)).name, re.IGNORECASE):
-        values.lose(key, "by its name the model reads images: only models of text are trained, so choose one")
+        values.lose(key, f"{TEXT_ONLY}, and by its name the model reads images: choose another one")
+    if (values.given.get("data.image_key"), values.given.get("data.video_key")) == ("images", "videos"):
+        values.ignore("data.image_key", "data.video_key", "data.audio_key")  # a file with all of verl's defaults
     if values.get("trainer.resume_mode") != "resume_path":
         values.ignore("trainer.resume_from_path")
 

@@ -56,6 +56,10 @@ BENCHES = {
         "and 12 or 13 without, which explains part of the lower memory",
     ),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
+    "offload": (
+        "Offload", "bench/gpu/offload.py",
+        "memory of a training step with a reference, compared with none and with what `penstock plan` expects",
+    ),
     "whole_run": (
         "Whole runs",
         "bench/gpu/whole_run.py",

@@ -110,9 +110,9 @@ experts), R those of the root (embedding and head), E those of the embedding, an
 {chr(10).join(f"| {' | '.join(row)} |" for row in MOMENTS)}
 
 The state is 16 B for each parameter, divided by N: weight, gradient and Adam's two moments in float32.
-`learner.master_dtype: bfloat16` halves it; `learner.offload` moves the moments or all of it to the host. With LoRA only
-the adapter has gradients and moments, only the adapter is pushed, and the reference needs no memory unless it has its
-own path. A critic or reward model has no logits. Models on the padded path ([models.md](models.md), `penstock plan
+`learner.master_dtype: bfloat16` halves it; `learner.offload` moves the moments, the rest or all to the host. With LoRA
+only the adapter has gradients and moments, only the adapter is pushed, and the reference needs no memory unless it has
+its own path. A critic or reward model has no logits. Models on the padded path ([models.md](models.md), `penstock plan
 --padded`) also hold all logits of a micro-batch and their gradients. Not counted: a quantized reference, which every
 rank loads whole.
 

@@ -21,7 +21,7 @@ What `penstock import-verl` does with each key of verl ([coming-from-verl.md](co
 text. A key that is in no table is reported as not known.
 
 - **Same**: our field means the same.
-- **With a difference**: our field is set from the key, with the difference noted.
+- **With a difference**: our field is set from the key, or does its work, with the difference noted.
 - **No counterpart**: the note says why, or what to do. A value that asks for nothing, such as verl's default, is not
   reported. **Danger**: the same, but something else would be trained or measured.
 - **Not needed**: nothing is lost without the key. The report says why.
@@ -60,7 +60,9 @@ def _section(title: str, rows: Iterable[VerlKey]) -> str:
     tables = {
         "| verl, danger | note |\n|---|---|": ((row.verl, _note(row)) for row in rows if row.kind == "danger"),
         "| verl, with a difference | ours | difference |\n|---|---|---|": (
-            (row.verl, f"{_ours(row)} | {_note(row)}") for row in fields if row.note
+            (row.verl, f"{_ours(row)} | {_note(row)}")
+            for row in rows
+            if row.kind == "changed" or (row.kind == "set" and row.note)
         ),
         "| verl, no counterpart | note |\n|---|---|": ((row.verl, _note(row)) for row in rows if row.kind == "missing"),
     }

@@ -390,8 +390,8 @@ class LearnerConfig(Config):
     activation_memory: float = Field(default=1.0, ge=0, le=1)
     """With `compile`: share of activations kept in layers that `activation_checkpointing` does not recompute; the
     cheapest ones to recompute are dropped first."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """What policy and critic keep in host memory: nothing, Adam's moments, or weights and gradients too, updated there.
+    offload: Literal["none", "optimizer", "weights", "all"] = "none"
+    """What policy and critic keep in host memory: nothing, Adam's moments, weights and gradients, or all of these.
     Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Policy ranks that share each sequence (Ulysses). Divides `policy.num_ranks` and the number of attention heads."""
@@ -440,6 +440,11 @@ class LearnerConfig(Config):
         before."""
         is_once = self.minibatches_per_step * self.epochs_per_step == 1
         return self.algorithm.correction.recomputes and (not is_once or self.algorithm.kl.in_reward)
+
+    @property
+    def keeps_weights_on_host(self) -> bool:
+        """Whether trained weights and their gradients are in host memory, from which each pass copies them."""
+        return self.offload in ("weights", "all")
 
     @property
     def policy_is_reference(self) -> bool:

@@ -72,7 +72,7 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
         compiled=config.learner.compile,
     )
     prepare_for_training(model, config.learner, compute_dtype_of(config), is_cuda=False)
-    read_weights(model, CPU, offload=config.learner.offload == "all")
+    read_weights(model, CPU, offload=config.learner.keeps_weights_on_host)
     share = config.learner.sequence_parallel
     parallel = make_sequence_parallel(share)
     update = PolicyUpdate(
@@ -163,7 +163,7 @@ def load_across_offloads(rank: int, num_ranks: int, folder: Path, name: str) -> 
         return [full_weight(t).detach().clone() for t in (*model.parameters(), *moments)]
 
     said: dict[str, bool] = {}
-    trained = {offload: trainer_of(offload) for offload in ("none", "optimizer", "all")}
+    trained = {offload: trainer_of(offload) for offload in ("none", "optimizer", "weights", "all")}
     for written, (writer, its_model) in trained.items():
         checkpoint = folder / f"{name}-{written}"
         step(writer, its_model, 1.0)
@@ -177,7 +177,7 @@ def load_across_offloads(rank: int, num_ranks: int, folder: Path, name: str) -> 
             step(reader, model, -0.5)
             found = state(reader, model)
             same = all(map(torch.equal, found, expected))
-            said[f"{written}, {read}"] = same and isinstance(reader.optimizer, HostAdamW) == (read == "optimizer")
+            said[f"{written}, {read}"] = same and isinstance(reader.optimizer, HostAdamW) == (read != "none")
     if rank == 0:
         (folder / f"{name}.json").write_text(json.dumps(said))
 
@@ -208,7 +208,7 @@ def load_models(rank: int, folder: Path, name: str) -> None:
                 add_adapter(model, LoraConfig(rank=4, alpha=8))
             prepare_for_training(model, learner, torch.float32, is_cuda=False)
             read = 0
-            read_weights(model, CPU, offload=learner.offload == "all")
+            read_weights(model, CPU, offload=learner.keeps_weights_on_host)
             plain = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
             wrong = [
                 parameter_name

@@ -58,7 +58,7 @@ def make_model(shape: Shape, dtype: torch.dtype, device: torch.device, implement
 
 
 class Contender(Protocol):
-    def step(self, batch: SequenceBatch) -> None: ...
+    def step(self, batch: SequenceBatch) -> float | None: ...
 
     def state_bytes(self) -> int:
         """Bytes of parameters, gradients and Adam's state."""
@@ -122,9 +122,12 @@ def padded(part: SequenceBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class Ours:
-    """The learner's own step: FSDP2 with one rank, packed sequences, chunked log-probs, the PPO loss."""
+    """The learner's own step: FSDP2 with one rank, packed sequences, chunked log-probs, the PPO loss. `changed` are
+    settings of the learner."""
 
-    def __init__(self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool) -> None:
+    def __init__(
+        self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool, **changed: Any
+    ) -> None:
         packed_attention.register()
         self.learner = LearnerConfig.model_validate(
             {
@@ -136,6 +139,7 @@ class Ours:
                 "master_dtype": masters,
                 "compile": compiled,
                 "algorithm": {"correction": {"mode": "bypass"}, "kl": {"placement": "none"}},
+                **changed,
             }
         )
         lm = make_model(shape, DTYPES[masters], device, packed_attention.NAME)
@@ -149,11 +153,13 @@ class Ours:
     def state_bytes(self) -> int:
         return sum(p.numel() * p.element_size() * 4 for p in self.model.parameters())
 
-    def step(self, batch: SequenceBatch, *, shares_prefixes: bool = False) -> None:
+    def step(self, batch: SequenceBatch, *, shares_prefixes: bool = False) -> float:
+        """Take a step. Returns the norm of the gradient."""
         (shard,) = partition(batch, 1, self.learner.micro_batch_tokens, shares_prefixes=shares_prefixes)
         self.num_steps += 1
         report = self.update.run(shard, denominators_of(batch, self.learner.algorithm.loss), self.num_steps, 0, 0.0)
         assert not report.step.skipped
+        return report.step.grad_norm
 
     def log_probs(self, batch: SequenceBatch) -> Tensor:
         (shard,) = partition(batch, 1, int(batch.lengths.sum()))

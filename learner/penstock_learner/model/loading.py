@@ -464,7 +464,7 @@ def prepare_for_training(
         if is_recomputed:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = host_policy(learner.offload == "all", is_cuda=is_cuda)
+    offload = host_policy(learner.keeps_weights_on_host, is_cuda=is_cuda)
     # On a CPU the memory that resharding saves is not worth gathering the weights twice.
     shard(model, reshard_after_forward=is_cuda, precision=precision, offload=offload)
 

@@ -45,14 +45,15 @@ class ScaledAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step_scaled(self, scale: Tensor) -> None:
-        """One step with the gradients times `scale`, a 0-d tensor on their device. If it is not finite, neither weights
-        nor state change."""
+        """One step with the gradients times `scale`, a 0-d tensor. If it is not finite, neither weights nor state
+        change."""
         for group in self.param_groups:
             trained = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not trained:
                 continue
             weights = [self._weight(parameter) for parameter in trained]
             steps = [weight.step for weight in weights]
+            scale = scale.to(steps[0].device)
             torch._foreach_add_(steps, scale.isfinite().to(steps[0].dtype))
             self._step_weights(weights, scale, group)
 
@@ -74,7 +75,7 @@ class ScaledAdamW(torch.optim.AdamW):
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device_of(parameter))
             state["exp_avg"] = self._zeros(parameter)
             state["exp_avg_sq"] = self._zeros(parameter)
         return state
@@ -84,34 +85,40 @@ class ScaledAdamW(torch.optim.AdamW):
 
 
 BUCKET = 2**25
-"""Most weights whose moments are on the GPU at once if they are kept on the host: 256 MiB in float32."""
+"""Most weights whose state is copied to the GPU at once if it is kept on the host: 128 MiB in float32 for each part."""
 
 
 class HostAdamW(ScaledAdamW):
-    """The same with its moments in host memory, pinned for weights on a GPU. A step copies them to the GPU and back,
-    bucket by bucket, and updates the weights there."""
+    """The same with parts of its state in host memory: weights and gradients if FSDP2 keeps them there, and with
+    `moments_on_host` the moments, pinned for ranks with a GPU. A step copies them to the GPU, bucket by bucket, updates
+    them there, and copies weights and moments back."""
+
+    def __init__(self, parameters: Sequence[Tensor], *, moments_on_host: bool = True, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.moments_on_host = moments_on_host
 
     def _step_weights(self, weights: list[_Weight], scale: Tensor, group: dict[str, Any]) -> None:
         for bucket in _buckets(weights):
-            device = bucket[0].value.device
-            moved = [weight.with_moments_on(device) for weight in bucket]
+            moved = [weight.on(scale.device) for weight in bucket]
             _step_together(moved, scale, group)
-            for weight, own in zip(moved, bucket, strict=True):
-                own.mean.copy_(weight.mean, non_blocking=True)
-                own.square.copy_(weight.square, non_blocking=True)
-        if weights[0].value.is_cuda:
-            torch.cuda.current_stream().synchronize()  # the host may read the moments from here on
+            for there, own in zip(moved, bucket, strict=True):
+                for new, old in ((there.value, own.value), (there.mean, own.mean), (there.square, own.square)):
+                    old.copy_(new, non_blocking=True)
+        if scale.is_cuda:
+            torch.cuda.current_stream().synchronize()  # the host may read weights and moments from here on
 
     def _zeros(self, parameter: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor
 
-        shard = local_shard(parameter)
-        zeros = torch.zeros(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+        shard, device = local_shard(parameter), device_of(parameter)
+        is_pinned = self.moments_on_host and device.type == "cuda"
+        home = None if self.moments_on_host else device
+        zeros = torch.zeros(shard.shape, dtype=shard.dtype, device=home, pin_memory=is_pinned)
         # `DTensor.from_local` would move it to the device of the mesh.
         return DTensor(zeros, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else zeros
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state, also one that was kept on the device. torch would move the moments to the weights' device."""
+        """Load a state that was kept anywhere. torch would move the moments to the weights' device."""
         kept, loaded = self.state, defaultdict[Tensor, Any](dict)
         super().load_state_dict({**state_dict, "state": {}})
         self.state = kept
@@ -136,9 +143,8 @@ class _Weight(NamedTuple):
     square: Tensor
     step: Tensor
 
-    def with_moments_on(self, device: torch.device) -> _Weight:
-        mean, square = (moment.to(device, non_blocking=True) for moment in (self.mean, self.square))
-        return self._replace(mean=mean, square=square)
+    def on(self, device: torch.device) -> _Weight:
+        return _Weight(*(tensor.to(device, non_blocking=True) for tensor in self))
 
 
 def _buckets(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
@@ -153,6 +159,13 @@ def _buckets(weights: Sequence[_Weight]) -> Iterator[list[_Weight]]:
             bucket.append(_Weight(value, gradient, mean, square, weight.step))
     if bucket:
         yield bucket
+
+
+def device_of(parameter: Tensor) -> torch.device:
+    """The device on which a parameter is used, also where its shard is kept in host memory."""
+    from torch.distributed.tensor import DTensor
+
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
 
 
 def local_shard(tensor: Tensor) -> Tensor:
@@ -229,17 +242,11 @@ class OptimizerStep:
 
 def make_optimizer(model: nn.Module, learner: LearnerConfig, lr: float) -> ScaledAdamW:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    options = {"lr": lr, "betas": learner.betas, "eps": learner.adam_eps, "weight_decay": learner.weight_decay}
+    if learner.offload != "none":
+        return HostAdamW(trained, moments_on_host=learner.offload != "weights", **options)
     compiles = trained[0].is_cuda and learner.compile
-    kind = HostAdamW if learner.offload == "optimizer" else ScaledAdamW
-    return kind(
-        trained,
-        large=LARGE if compiles else math.inf,
-        compiled=compiles,
-        lr=lr,
-        betas=learner.betas,
-        eps=learner.adam_eps,
-        weight_decay=learner.weight_decay,
-    )
+    return ScaledAdamW(trained, large=LARGE if compiles else math.inf, compiled=compiles, **options)
 
 
 def learning_rate(learner: LearnerConfig, lr: float, num_done: int) -> float:

@@ -258,7 +258,7 @@ class PolicyWorker(TrainerRank):
         for name, weight in self.pushed.gathered(self.compute_dtype):
             if staged is not None:
                 staged.put(name, weight)
-        if self.config.learner.offload == "all" and self.device.type == "cuda":
+        if self.config.learner.keeps_weights_on_host and self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # a rewind overwrites what it still copies
         return self.computed_s
 

@@ -44,7 +44,7 @@ class TrainerRank(Rank):
         self.learner = learner = self.config.learner.training_of(self.role)
         """The settings that this role is trained with."""
         prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
-        read_weights(model, self.device, offload=learner.offload == "all")
+        read_weights(model, self.device, offload=learner.keeps_weights_on_host)
         self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model
         self.saving_group = dist.new_group(backend="gloo")

@@ -438,9 +438,10 @@ def test_the_stopped_run_is_exported_with_the_weights_of_its_last_checkpoint(liv
 
 
 def test_the_console_of_the_ended_run_is_shown_again(live: DemoProcess) -> None:
-    """Only Redis and the gateway are up, until Ctrl-C. Steps that a rewind has repeated are there once."""
+    """Only Redis and the gateway are up, until Ctrl-C. Steps that a rewind has repeated are there once. The config is
+    that of the run's folder, which names the Redis that has ended."""
     config, metrics = (live.folder / "config.yaml").read_text(), (live.folder / "metrics.jsonl").read_text()
-    view = DemoProcess(live.folder.parent, "--view", words=("up", str(EXAMPLE_MODEL.with_name("demo.yaml"))))
+    view = DemoProcess(live.folder.parent, "--view", words=("up", str(live.folder / "config.yaml")))
     try:
         until(lambda: "console and REST at" in view.text() or view.process.poll() is not None, "the console")
         with SyncPenstockClient.from_run_dir(live.folder) as client:

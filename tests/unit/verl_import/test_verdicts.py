@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,20 +18,19 @@ from typing import Any
 import pytest
 
 from penstock.config.learner import LoraConfig
+from penstock.errors import ConfigError
 from penstock_tools.verl_import.command import Imported, _read, import_words, report_lines
 from penstock_tools.verl_import.keys import ALL_KEYS, is_same
 
 CHECKOUT = Path(os.environ.get("PENSTOCK_VERL", "nowhere")) / "examples"
 ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout."
 VERDICTS: tuple[tuple[str, Any, str], ...] = (
-    ("data.image_key", "images", "danger"),
     ("data.custom_cls.path", "mine.py", "danger"),
     ("data.train_max_samples", 100, "missing"),
     ("data.train_max_samples", -1, "same"),
     ("data.return_raw_chat", True, "unneeded"),
     ("data.train_files", "data/train.parquet", "same"),
     ("data.max_response_length", 1024, "same"),
-    (MODEL + "path", "Qwen/Qwen2.5-VL-7B-Instruct", "danger"),
     (MODEL + "path", "vl-project/Qwen3-8B-vllm", "same"),
     (MODEL + "mtp.enable", True, "missing"),
     (MODEL + "mtp.enable", False, "same"),
@@ -37,13 +39,12 @@ VERDICTS: tuple[tuple[str, Any, str], ...] = (
     (MODEL + "trust_remote_code", True, "missing"),
     (MODEL + "trust_remote_code", False, "same"),
     (MODEL + "use_remove_padding", True, "unneeded"),
-    (ACTOR + "freeze_vision_tower", True, "danger"),
-    (ACTOR + "fsdp_config.param_offload", True, "missing"),
+    (ACTOR + "fsdp_config.param_offload", True, "changed"),
     (ACTOR + "fsdp_config.param_offload", False, "same"),
-    (ACTOR + "fsdp_config.optimizer_offload", True, "missing"),
-    (ACTOR + "megatron.grad_offload", True, "missing"),
+    (ACTOR + "fsdp_config.optimizer_offload", True, "changed"),
+    (ACTOR + "megatron.grad_offload", True, "changed"),
     (ACTOR + "megatron.tensor_model_parallel_size", 4, "unneeded"),
-    (ACTOR + "optim.override_optimizer_config.optimizer_cpu_offload", True, "missing"),
+    (ACTOR + "optim.override_optimizer_config.optimizer_cpu_offload", True, "changed"),
     (ACTOR + "optim.optimizer", "FusedAdam", "missing"),
     (ACTOR + "fsdp_config.offload_policy", True, "same"),
     (ACTOR + "policy_loss.loss_mode", "vanilla", "same"),
@@ -63,6 +64,7 @@ VERDICTS: tuple[tuple[str, Any, str], ...] = (
     (ROLLOUT + "agent.default_agent_loop", "mine", "danger"),
     (ROLLOUT + "agent.agent_loop_config_path", "loops.yaml", "danger"),
     (ROLLOUT + "multi_turn.function_tool_path", "tools.py", "danger"),
+    (ROLLOUT + "multi_turn.completion_callback", "mine.Callback", "danger"),
     (ROLLOUT + "free_cache_engine", True, "unneeded"),
     ("reward_model.reward_manager", "mine", "danger"),
     ("reward.reward_manager.name", "gdpo", "changed"),
@@ -71,8 +73,7 @@ VERDICTS: tuple[tuple[str, Any, str], ...] = (
     ("algorithm.adv_estimator", "optimal_token_baseline", "danger"),
     ("algorithm.use_pf_ppo", True, "danger"),
     ("distillation.enabled", True, "danger"),
-    ("trainer.log_val_generations", 10, "unneeded"),
-    ("trainer.log_val_generations", 0, "unneeded"),
+    ("trainer.log_val_generations", 10, "changed"),
     ("trainer.n_gpus_per_node", 8, "changed"),
     ("trainer.save_freq", 20, "changed"),
     ("trainer.device", "npu", "missing"),
@@ -81,7 +82,6 @@ VERDICTS: tuple[tuple[str, Any, str], ...] = (
 )  # fmt: skip
 """Keys, values and what becomes of them in a run of GRPO with validations."""
 ANY_VALUE: tuple[tuple[str, type | tuple[type, ...], str], ...] = (
-    ("data.image_key", str, "danger"),
     ("data.custom_cls.path", str, "danger"),
     (ROLLOUT + "val_kwargs.temperature", (int, float), "same"),
     (ROLLOUT + "val_kwargs.top_p", (int, float), "same"),
@@ -116,6 +116,14 @@ CRITIC_KEYS: tuple[tuple[str, Any, str, str, Any], ...] = (
     ("ppo_mini_batch_size", 128, "changed", "minibatches_per_step", 8),
     ("optim.lr", 1e-4, "same", "lr", 1e-4),
     ("model.lora_rank", 8, "same", "lora", LoraConfig(rank=8, alpha=16)),
+    ("optim.betas", [0.8, 0.9], "missing", "warmup_steps", 0),
+    ("optim.lr_scheduler_type", "cosine", "missing", "warmup_steps", 0),
+    ("model.override_config.attn_implementation", "eager", "missing", "warmup_steps", 0),
+    ("model.external_lib", "mine", "missing", "warmup_steps", 0),
+    ("model.use_remove_padding", True, "unneeded", "warmup_steps", 0),
+    ("forward_max_token_len_per_gpu", 9, "unneeded", "warmup_steps", 0),
+    ("shuffle", True, "missing", "warmup_steps", 0),
+    ("mine", 1, "missing", "warmup_steps", 0),
 )
 
 
@@ -148,12 +156,44 @@ def test_verls_critic_does_not_take_the_policys_decay_clipping_and_warm_up() -> 
     assert critic.minibatches_per_step == learner.minibatches_per_step == 2, "which verl takes from the policy"
 
 
+def test_tables_of_samples_have_the_rows_of_verls() -> None:
+    for rows, ours in ((10, 10), (0, 8), (2000, 1000)):
+        assert import_words([f"trainer.log_val_generations={rows}"]).config.learner.samples.table_rows == ours
+
+
+def test_the_default_alpha_of_an_adapter_is_that_of_its_rank() -> None:
+    for words, alpha in (("lora_rank=8", 16), ("lora.rank=8", 32), ("lora.rank=8 lora.alpha=4", 4)):
+        lora = import_words([f"{MODEL}{word}" for word in words.split()]).config.learner.lora
+        assert lora is not None and lora.alpha == alpha
+
+
+def test_a_value_inside_a_value_may_be_none() -> None:
+    inner = "${oc.select:actor_rollout_ref.actor.mine,${oc.select:actor_rollout_ref.actor.yours,null}}"
+    assert not verdicts(import_words([f"actor_rollout_ref.rollout.mine={inner}"]))
+
+
 def test_every_default_is_of_one_type() -> None:
     """A pattern of keys has no list of the values of all of them: each would pass for any of them."""
     assert is_same(1, 1.0) and is_same(True, True) and not is_same(True, 1) and not is_same(0, False)
     for row in ALL_KEYS:
         if "*" in row.verl:
             assert all(value in (False, None, {}) for value in row.harmless), row.verl
+
+
+@pytest.mark.parametrize(
+    "key", ["data.image_key=pictures", f"{MODEL}path=Qwen/Qwen2.5-VL-7B-Instruct", f"{ACTOR}freeze_vision_tower=True",
+            f"{ROLLOUT}limit_images=2", "data.mm_processor_kwargs.size=2"],
+)  # fmt: skip
+def test_a_run_that_reads_images_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="only text is trained, no images, videos or sound") as refusal:
+        import_words(["algorithm.adv_estimator=grpo", key])
+    assert str(refusal.value).startswith(f"{key}: ")
+    if "model.path" not in key:
+        import_words(["algorithm.adv_estimator=grpo", key, f"{key.partition('=')[0]}=null"])
+
+
+def test_a_file_with_all_of_verls_defaults_reads_no_images() -> None:
+    assert not verdicts(import_words(["data.image_key=images", "data.video_key=videos", "data.audio_key=audios"]))
 
 
 def test_samples_at_temperature_0_are_equal() -> None:
@@ -178,9 +218,11 @@ def test_an_advantage_that_compares_samples_needs_several(name: str) -> None:
 
 
 def test_dangers_are_the_first_lines_of_the_report() -> None:
-    lines = report_lines(import_words(["trainer.device=npu", "data.image_key=images", "trainer.balance_batch=True"]))
-    assert lines[0].startswith("Danger: ") and lines[1] == "  data.image_key=images"
-    assert "only text is trained" in lines[2] and lines[4].startswith("No counterpart")
+    lines = report_lines(
+        import_words(["trainer.device=npu", "algorithm.use_pf_ppo=True", "trainer.balance_batch=True"])
+    )
+    assert lines[0].startswith("Danger: ") and lines[1] == "  algorithm.use_pf_ppo=True"
+    assert "write a step" in lines[2] and lines[4].startswith("No counterpart")
 
 
 def test_only_a_model_is_taken_for_an_id_of_the_hub() -> None:
@@ -222,7 +264,35 @@ def test_a_band_of_weights_is_a_band() -> None:
     assert (correction.weight, correction.band_low, correction.band_high) == ("band", 0.5, 4.0)
 
 
-# ── verl's own scripts ──
+# ── scripts: some of ours, which name the keys of verl's, and verl's own ──
+
+SCRIPTS = {
+    "vision": """
+set -x
+ENGINE=${1:-vllm}
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo data.image_key=images data.max_prompt_length=1024 data.max_response_length=2048 \\
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct actor_rollout_ref.rollout.name=$ENGINE \\
+    actor_rollout_ref.actor.freeze_vision_tower=True trainer.test_freq=5 $@
+""",
+    "sampled validation": """
+n=8
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.test_freq=10 trainer.save_freq=20 \\
+    actor_rollout_ref.rollout.n=${n} actor_rollout_ref.rollout.val_kwargs.n=30 \\
+    actor_rollout_ref.rollout.val_kwargs.temperature=0.6 actor_rollout_ref.rollout.val_kwargs.do_sample=True \\
+    actor_rollout_ref.actor.fsdp_config.param_offload=True actor_rollout_ref.actor.fsdp_config.optimizer_offload=True \\
+    actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.log_val_generations=10
+""",
+    "own classes": """
+python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo trainer.test_freq=5 trainer.device=npu \\
+    data.custom_cls.path=mine.py data.custom_cls.name=Mine actor_rollout_ref.rollout.max_concurrent_requests=64 \\
+    actor_rollout_ref.rollout.agent.agent_loop_config_path=loops.yaml actor_rollout_ref.model.mtp.enable=True \\
+    reward_model.reward_manager=mine reward_model.sandbox_fusion.url=http://sandbox:8080 \\
+    actor_rollout_ref.rollout.multi_turn.function_tool_path=tools.py
+""",
+}
+IN_SCRIPTS = {"vision": 1, "sampled validation": 10, "own classes": 10}
+"""How many keys of each script have a verdict above. One that reads images is refused."""
 
 
 def scripts() -> list[Path]:
@@ -239,24 +309,51 @@ def expected(key: str, value: Any) -> Iterator[str]:
             yield verdict
 
 
+def judge(path: Path) -> int:
+    """Compare the verdicts on the keys of a script with those above. Returns how many have one."""
+    text, num_judged = path.read_text(), 0
+    program, given = _read([str(path)])
+    try:
+        result = import_words([str(path)])
+    except ConfigError as error:
+        assert "only text is trained" in str(error) and re.search(r"image_key=|-vl\b|omni", text, re.IGNORECASE), path
+        return 1
+    assert not re.search(r"data\.image_key=|model\.(path|partial_pretrain)=\S*-VL-", text), path
+    unknown = [name for name, _, reason in result.findings.keys["missing"] if reason == "this key is not known"]
+    assert not unknown, path
+    found = verdicts(result)
+    if program not in ("ppo", "dapo") or result.config.dataset.validation.file is None:
+        return 0
+    for key, value in given.values.items():
+        for verdict in expected(key, value):
+            assert found.get(key, "same") == verdict, f"{path}: {key}={value}"
+            num_judged += 1
+    temperature = given.values.get(ROLLOUT + "val_kwargs.temperature", 0)
+    assert result.config.dataset.validation.temperature == temperature, path
+    return num_judged
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_keys_of_a_script_have_their_verdicts(name: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(SCRIPTS[name])
+    assert judge(script) >= IN_SCRIPTS[name]
+
+
 @pytest.mark.skipif(not CHECKOUT.is_dir(), reason="PENSTOCK_VERL names no checkout of github.com/verl-project/verl")
 def test_every_example_of_verl_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(CHECKOUT.parent)
-    num_judged = 0
-    for path in scripts():
-        result = import_words([str(path)])
-        program, given = _read([str(path)])
-        unknown = [name for name, _, reason in result.findings.keys["missing"] if reason == "this key is not known"]
-        assert not unknown, path
-        found, text = verdicts(result), path.read_text()
-        reads_images = re.search(r"data\.image_key=|model\.(path|partial_pretrain)=\S*-VL-", text)
-        assert not reads_images or "danger" in found.values(), path
-        if program not in ("ppo", "dapo") or result.config.dataset.validation.file is None:
-            continue
-        for key, value in given.values.items():
-            for verdict in expected(key, value):
-                assert found.get(key, "same") == verdict, f"{path}: {key}={value}"
-                num_judged += 1
-        temperature = given.values.get(ROLLOUT + "val_kwargs.temperature", 0)
-        assert result.config.dataset.validation.temperature == temperature, path
-    assert num_judged > 100
+    assert sum(map(judge, scripts())) > 100
+
+
+@pytest.mark.long
+def test_every_key_of_verls_own_config_is_known(tmp_path: Path) -> None:
+    """In the package of PyPI. None of its defaults is lost."""
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    done = subprocess.run([*pip, f"--dest={tmp_path}", "verl==0.9.1"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("verl-*.whl")
+    with zipfile.ZipFile(wheel) as package:
+        for name in ("ppo_trainer", "ppo_megatron_trainer"):
+            path = Path(package.extract(f"verl/trainer/config/_generated_{name}.yaml", tmp_path))
+            assert not {"danger", "missing"} & set(verdicts(import_words([str(path)])).values())

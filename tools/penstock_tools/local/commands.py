@@ -38,8 +38,9 @@ def up(argv: Sequence[str] | None = None) -> int:
     from penstock.hub import is_hub_id, with_local_datasets, with_local_models
     from penstock.machine import keep_files_private
     from penstock.start_checks import doubts_about
+    from penstock_tools.local.private_redis import without_private_redis
 
-    config = load_config(arguments.config, overrides)
+    config = without_private_redis(load_config(arguments.config, overrides))
     if arguments.view:
         from penstock_tools.local.supervisor import view
 

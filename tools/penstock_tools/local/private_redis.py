@@ -10,6 +10,7 @@ import secrets
 import shutil
 from pathlib import Path
 
+from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
 from penstock.machine import write_private
 
@@ -62,6 +63,13 @@ def write_secret(file: Path) -> Path:
     if not file.exists() or not file.read_text():  # empty: it was cut off by a kill or a full disk
         write_private(file, secrets.token_urlsafe(32))
     return file
+
+
+def without_private_redis(config: RunConfig) -> RunConfig:
+    """The config as its user writes it. That in a run's folder names the private server, which ended with the run."""
+    password = config.folder / "redis" / "password"
+    is_private = password.is_file() and f":{password.read_text()}@" in config.redis.url
+    return config.changed({"redis.url": ""}) if is_private else config
 
 
 def kept_port(folder: Path) -> int:

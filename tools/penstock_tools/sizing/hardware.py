@@ -59,5 +59,3 @@ HOST_TRANSFER_RATE = 5e9
 """Bytes per second of a push from host memory. One thread of a server copies the buckets from its GPU to hash them."""
 HOST_LINK_RATE = 20e9
 """Bytes per second between a GPU and host memory while all GPUs of the node use their links. Not measured."""
-HOST_MEMORY_RATE = 20e9
-"""Bytes per second of host memory that the AdamW of one rank gets on the host. Not measured."""

@@ -27,8 +27,8 @@ from penstock_tools.sizing.models import ModelShape
 Role = Literal["policy", "reference", "critic", "reward_model"]
 Phase = Literal["load", "step", "gather", "push"]
 Staging = Literal["device", "host"]
-Offload = Literal["none", "optimizer", "all"]
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "all")
+Offload = Literal["none", "optimizer", "weights", "all"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "weights", "all")
 STAGINGS: tuple[Staging, ...] = ("device", "host")
 PHASES: tuple[Phase, ...] = ("load", "step", "gather", "push")
 
@@ -46,7 +46,7 @@ CONTEXT = "context"
 STAGED = "versions staged for pushes"
 CHECKPOINT_COPY = "copy for the checkpoint"
 BUCKET = 2**25
-"""Weights whose moments are on the GPU at once if the optimizer is on the host."""
+"""Weights whose state is copied to the GPU at once if it is on the host."""
 STAGED_VERSIONS = 2
 """Versions on rank 0: the current one and the newest. A third is there while a push takes longer than a step."""
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -148,6 +148,15 @@ class Setup:
             staging="host" if config.weights.staging == "host" else "device",
         )
 
+    @property
+    def moments_away(self) -> bool:
+        return self.offload in ("optimizer", "all")
+
+    @property
+    def weights_away(self) -> bool:
+        """Whether trained weights and gradients are on the host."""
+        return self.offload in ("weights", "all")
+
     def lora_rank_of(self, role: str) -> int:
         return self.critic_lora_rank if role == "critic" else self.lora_rank
 
@@ -219,9 +228,9 @@ def _whole_logits(model: ModelShape, setup: Setup, num_copies: int) -> list[Size
 
 
 def _bucket(num_trained: float, setup: Setup) -> list[Size]:
-    """Moments that an update has on the GPU, of a rank with so many trained parameters, if they are on the host."""
-    bucket = Count("bucket", min(BUCKET, num_trained))
-    return [sized("moments of a bucket", bucket, each=2 * setup.master_bytes)] * (setup.offload == "optimizer")
+    """What an update copies to the GPU at once, of a rank with so many trained parameters, if that is on the host."""
+    bucket, num_parts = Count("bucket", min(BUCKET, num_trained)), 2 * setup.moments_away + 2 * setup.weights_away
+    return [sized("a bucket of the update", bucket, each=num_parts * setup.master_bytes)] * (num_parts > 0)
 
 
 _READING = Size("pieces of the files", "", READ_BYTES)
@@ -239,7 +248,7 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     whole, one_layer, in_root, embedding = _counts(model)
     tokens, size, master, hidden = setup.micro_batch_tokens, setup.compute_bytes, setup.master_bytes, model.hidden_size
     # Without FSDP2 the weights are used as they are, and nothing is gathered or reduced.
-    is_sharded = num_ranks > 1 or master != size or setup.offload == "all"
+    is_sharded = num_ranks > 1 or master != size or setup.weights_away
     gathered = size if is_sharded else 0
     is_whole, is_first = not setup.lora_rank, setup.num_micro_batches == 1
     trained = whole if is_whole else Count("adapter", trained_parameters(model, setup.lora_rank))
@@ -295,7 +304,7 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
         """The moment with the state on the GPU or, as `offload` says, on the host, and with the versions for pushes."""
         staged = sized(STAGED, trained, each=setup.pushed_bytes, copies=1 if phase == "gather" else STAGED_VERSIONS)
         versions = [staged] * (role == "policy" and phase != "load")
-        away = {"none": [], "optimizer": [each for each in state if each == adam], "all": state}[setup.offload]
+        away = [each for each in state if (setup.moments_away if each == adam else setup.weights_away)]
         device = [*(each for each in state if each not in away), *others, *versions * (setup.staging == "device")]
         held = [*away, *host, *versions * (setup.staging == "host")]
         return MemoryUse(phase, what, tuple(each for each in device if each.num_bytes), tuple(held))

@@ -167,9 +167,8 @@ def exchange_s(task: PlanTask, num_ranks: int, setup: Setup) -> float:
 
 
 def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, setup: Setup) -> float:
-    """Seconds that offload adds to a role: a rank's weights are copied to the GPU for each pass of a micro-batch. With
-    `all` a trained role's gradients are copied back, and the host updates the weights. With `optimizer` Adam's moments
-    are copied to the GPU and back for each update."""
+    """Seconds that offload adds to a role: each pass of a micro-batch copies weights on the host to the GPU, and
+    gradients back. Each update copies what is on the host to the GPU, and all but the gradients back."""
     part, size, passes = 1 / num_ranks, setup.master_bytes, workload.num_passes(role)
     trained = trained_parameters(model, setup.lora_rank_of(role)) * part
     num_updates = passes * workload.parts.get(role, 1)
@@ -177,14 +176,11 @@ def offload_s(role: str, model: ModelShape, num_ranks: int, workload: Workload, 
     if role not in TRAINED:
         copied = num_micro_batches * setup.pushed_bytes * model.num_parameters * part if role in setup.on_host else 0.0
         return copied / hardware.HOST_LINK_RATE
-    if setup.offload == "optimizer":
-        return num_updates * 2 * 2 * size * trained / hardware.HOST_LINK_RATE
-    if setup.offload == "none":
-        return 0.0
-    down = (workload.num_forwards(role) + 3 * passes) * size * model.num_parameters * part
-    copied = num_micro_batches * (down + passes * size * trained)
-    # AdamW reads weight, gradient and both moments, and writes all but the gradient.
-    return copied / hardware.HOST_LINK_RATE + num_updates * 7 * size * trained / hardware.HOST_MEMORY_RATE
+    copied = num_updates * (4 * setup.moments_away + 3 * setup.weights_away) * size * trained
+    if setup.weights_away:
+        down = (workload.num_forwards(role) + 3 * passes) * size * model.num_parameters * part
+        copied += num_micro_batches * (down + passes * size * trained)
+    return copied / hardware.HOST_LINK_RATE
 
 
 def push_s(task: PlanTask, policy_ranks: int, server_gpus: int, setup: Setup) -> tuple[float, float, float]:

@@ -20,7 +20,7 @@ from penstock.errors import ConfigError, InvalidInput
 from penstock.hub import is_hub_id
 from penstock.start_checks import RUN_CHECKS
 from penstock_tools.verl_import.hydra import HydraConfig, read_file, read_overrides
-from penstock_tools.verl_import.keys import VERDICTS, Findings, Values, files, listed, local_path, look_up
+from penstock_tools.verl_import.keys import TEXT_ONLY, VERDICTS, Findings, Values, files, listed, local_path, look_up
 from penstock_tools.verl_import.run import look_at_model, number, set_lora, set_run, set_warmup, steps_of_files
 from penstock_tools.verl_import.shell import VerlCommand, find_command, read_script
 
@@ -126,7 +126,7 @@ class Imported:
 def import_words(words: Sequence[str], max_staleness: int = 0) -> Imported:
     """`words` are a file (script or YAML) and overrides, or a command line, or only overrides.
 
-    Raises ConfigError if there is no verl run in them, or if the result is not a valid config."""
+    Raises ConfigError if there is no verl run in them, if it reads images, or if the result is not a valid config."""
     program, hydra = _read(list(words))
     values = Values(hydra, program)
     command: list[str] = []
@@ -142,6 +142,12 @@ def import_words(words: Sequence[str], max_staleness: int = 0) -> Imported:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a value cannot be translated: {error}; check the numbers of the verl config") from error
     values.classify()
+    dangers = values.findings.keys["danger"]
+    if others := [f"{name}={value}" for name, value, reason in dangers if reason.startswith(TEXT_ONLY)]:
+        raise ConfigError(
+            f"{', '.join(others)}: {TEXT_ONLY}, no images, videos or sound. If the rows are text, add "
+            "data.image_key=null, or the key of another model of text, after the script"
+        )
     if program in _SFT:  # the number of its steps follows from its files
         values.set("learner.num_steps", 10**9)
     config = validate(values.fields, "the imported config")

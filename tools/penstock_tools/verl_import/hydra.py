@@ -42,7 +42,12 @@ class HydraConfig:
         whole = _INTERPOLATION.fullmatch(value)
         if whole is not None:
             return self.resolve(self._looked_up(whole, default_of), default_of, depth + 1)
-        text = _INTERPOLATION.sub(lambda found: str(self._looked_up(found, default_of)), value)
+
+        def written(found: re.Match[str]) -> str:
+            inner = self._looked_up(found, default_of)
+            return "null" if inner is None else str(inner)
+
+        text = _INTERPOLATION.sub(written, value)
         return self.resolve(text, default_of, depth + 1) if text != value else value
 
     def _looked_up(self, found: re.Match[str], default_of: Callable[[str], Any]) -> Any:

@@ -10,6 +10,7 @@ key without counterpart the values that ask for nothing, its default first; `not
 | set      | our fields are set from it; a note says what differs                                           |
 | unneeded | nothing is lost without it                                                                     |
 | missing  | there is no counterpart; the note says why, or what to do                                      |
+| changed  | nothing is set; `ours` serves the purpose in another way, which the note says                  |
 | danger   | the same, and without it the run trains on something else, or not at all                       |
 | alias    | another name, in older or newer versions, of the key in `ours`; both end with `*`: of all below |
 """
@@ -117,6 +118,7 @@ CONVERTERS: dict[str, Callable[[Any], Any]] = {
     "offload": lambda value: "all" if value else "none",
     "share": lambda value: 1.0 if value else 0.0,
     "top_k": lambda value: max(0, int(value)),
+    "rows": lambda value: min(int(value), 1000) or None,
     "megabytes": lambda value: int(value) * 2**20,
     "path": local_path,
     "folder": lambda value: local_path(value) or None,
@@ -165,7 +167,7 @@ class VerlKey:
 
 def _read(section: str, verl: str, kind: str, ours: str, convert: str, default: str, note: str) -> VerlKey:
     value = parse_value(default) if default else None
-    harmless = (*(value or ()), None) if kind in ("missing", "danger") else ()
+    harmless = (*(value or ()), None) if kind in ("missing", "changed", "danger") else ()
     return VerlKey(
         section, verl, kind, tuple(ours.split()), convert, harmless[0] if harmless else value, harmless, note
     )
@@ -230,6 +232,8 @@ VERDICTS = {
     "unneeded": "Not needed here",
 }
 """The verdicts on keys, besides that they mean the same, in the order of the report, with their headings."""
+TEXT_ONLY = "only text is trained"
+"""Begins the reason of every key that asks for images, videos or sound."""
 _DECISIVE = ("adv_estimator", "loss_mode", "reward_manager", "default_agent_loop", "model.path", "val_kwargs.n")
 """Ends of the keys whose value decides what is trained or measured. Other values without counterpart are missing."""
 

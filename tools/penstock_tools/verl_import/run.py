@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.config.algorithms import ADVANTAGE_NAMES, COMPARING_ADVANTAGES
 from penstock_tools.starter import collocate
-from penstock_tools.verl_import.keys import CONVERTERS, OWN, Values, kl_penalty, listed, local_path
+from penstock_tools.verl_import.keys import CONVERTERS, OWN, TEXT_ONLY, Values, kl_penalty, listed, local_path
 
 _ACTOR = "actor_rollout_ref.actor."
 _MODEL = "actor_rollout_ref.model."
@@ -68,7 +68,9 @@ def _unused(values: Values) -> list[str]:
 def look_at_model(values: Values, key: str) -> None:
     """Warn of a model that reads images, by its name, and of a checkpoint that training would have begun with."""
     if re.search(r"vl(?![a-z])|vision|omni", Path(values.get(key)).name, re.IGNORECASE):
-        values.lose(key, "by its name the model reads images: only models of text are trained, so choose one")
+        values.lose(key, f"{TEXT_ONLY}, and by its name the model reads images: choose another one")
+    if (values.given.get("data.image_key"), values.given.get("data.video_key")) == ("images", "videos"):
+        values.ignore("data.image_key", "data.video_key", "data.audio_key")  # a file with all of verl's defaults
     if values.get("trainer.resume_mode") != "resume_path":
         values.ignore("trainer.resume_from_path")
 
@@ -124,6 +126,8 @@ def _set_learner(values: Values) -> None:
     has_ratio = int(values.get("critic.optim.lr_warmup_steps")) <= 0
     set_warmup(values, "critic.optim.", num_steps, has_ratio, "learner.critic.warmup_steps")
     set_lora(values, "critic.model.", "learner.critic.lora")
+    if values.ours("learner.lr_schedule") != str(values.get("critic.optim.lr_scheduler_type")):
+        values.findings.notes.append("the critic follows the policy's lr_schedule, which verl's does not")
     if values.is_given("critic.model.path"):
         path = local_path(values.get("critic.model.path"))
         if path != values.fields["model"]["path"]:
@@ -153,7 +157,9 @@ def set_lora(values: Values, model: str, ours: str = "learner.lora") -> None:
         values.ignore(model + "lora", model + "target_modules", model + "exclude_modules")
         return
     values.set(f"{ours}.rank", int(values.get(model + "lora_rank")))
-    values.set(f"{ours}.alpha", int(values.get(model + "lora_alpha")))
+    is_of_megatron = values.original.get(model + "lora_rank", "").endswith("lora.rank")
+    has_default = is_of_megatron and not values.is_given(model + "lora_alpha")
+    values.set(f"{ours}.alpha", 32 if has_default else int(values.get(model + "lora_alpha")))
     names = listed(values.get(model + "target_modules"))
     if "lm_head" in names:
         values.lose(model + "target_modules", "replaced by all-linear: lm_head cannot be adapted")

@@ -32,6 +32,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "recomputed": (1, {"activation_checkpointing": 0.5}),
     "offloaded": (1, {"offload": "all"}),
     "moments on the host": (2, {"offload": "optimizer"}),
+    "weights on the host": (2, {"offload": "weights"}),
     "one micro-batch": (1, {"micro_batch_tokens": 10_000, "logprob_chunk_tokens": 10_000}),
     "bfloat16": (1, {"compute_dtype": "bfloat16"}),
     "bfloat16 masters": (1, {"compute_dtype": "bfloat16", "master_dtype": "bfloat16"}),
@@ -53,8 +54,9 @@ COMPILED: dict[str, tuple[int, dict[str, Any]]] = {
     "compiled, shared": (1, {"compile": True, "activation_checkpointing": 0.5, "micro_batch_tokens": 100}),
     "compiled, keeping less": (1, {"compile": True, "activation_checkpointing": 0.5, "activation_memory": 0.5}),
 }
-OFFLOADS = ("none", "optimizer", "all")
-EXACT = ["recomputed", "offloaded", "moments on the host", "one micro-batch", "two ranks", "sequence-parallel"]
+OFFLOADS = ("none", "optimizer", "weights", "all")
+ON_HOST = ["offloaded", "moments on the host", "weights on the host"]
+EXACT = ["recomputed", *ON_HOST, "one micro-batch", "two ranks", "sequence-parallel"]
 SHARED = ["shared", "shared, recomputed", "shared, two ranks", "shared, sequence-parallel"]
 ROUNDED = ["bfloat16", "bfloat16 masters", "sequence-parallel bfloat16"]
 
@@ -159,7 +161,7 @@ def test_a_checkpoint_is_of_the_moment_at_which_it_was_staged(folder: Path) -> N
 
 
 def test_a_checkpoint_loads_whatever_is_offloaded(folder: Path) -> None:
-    """Each of the three writes one on two ranks, which each of the three continues with the same steps."""
+    """Each of the four writes one on two ranks, which each of the four continues with the same steps."""
     assert json.loads((folder / "offloads.json").read_text()) == {
         f"{written}, {read}": True for written in OFFLOADS for read in OFFLOADS
     }

@@ -179,7 +179,7 @@ def chart_values() -> Schema:
         storage=section(
             runs=section(**claim, accessMode={"enum": ["ReadWriteMany", "ReadWriteOnce"]}),
             models=section(existingClaim=TEXT, mountPath=TEXT),
-            data=section(existingClaim=TEXT, mountPath=TEXT),
+            data=section(existingClaim=TEXT, mountPath=TEXT, source=TEXT, envFrom=LIST, size=QUANTITY),
             cache=section(existingClaim=TEXT, mountPath=TEXT),
         ),
         files=TEXT_FILES,

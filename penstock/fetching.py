@@ -1,9 +1,10 @@
 """Fetch a model once into a folder that processes share: from the Hub, an object store, another folder, or a GGUF file.
+Folders of other files, such as data and reward functions, are fetched in the same way from stores and folders alone.
 
     lock ─► complete already? ─► download each file, continuing partial ones ─► compare ─► write the marker
 
 The marker `.penstock-model.json` comes last. It names the source and has size and checksum of every file. A folder
-without it is not complete; a killed fetch is continued by the next one. A lock next to the folder keeps two fetches
+without it is not complete; a killed fetch is continued by the next one. A lock in the folder keeps two fetches
 apart, also on different machines if the volume supports `flock`.
 """
 
@@ -161,6 +162,7 @@ def _open(url: str, field: str) -> tuple[Any, str]:
     return filesystem, str(root).rstrip("/")
 
 
+ANY_FILES = ("*",)
 MARKER = ".penstock-model.json"
 FIELD = "SOURCE"
 LOCK_POLL_S = 0.5
@@ -168,36 +170,38 @@ GGUF_SUFFIXES = (".gguf", ".whl")
 _MD5 = re.compile(r"^[0-9a-f]{32}$")
 
 
-def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = False) -> str:
-    """Make `target` hold the model, and return a sentence that says what was done. `timeout_s` bounds waits for another
-    fetch and for the store. `verify` compares a complete folder with its checksums."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+def fetch_model(
+    source: str, target: Path, timeout_s: float, *, verify: bool = False, wanted: tuple[str, ...] = MODEL_FILES
+) -> str:
+    """Make `target` hold the model, or all files if these are `wanted`, and return a sentence that says what was done.
+    `timeout_s` bounds waits for another fetch and for the store. `verify` compares a complete folder with its
+    checksums."""
+    target.mkdir(parents=True, exist_ok=True)
     with _locked(target, timeout_s):
         if (known := _read_marker(target, source)) is not None:
             if damage := _find_damage(target, known, is_read=verify):
                 raise ConfigError(f"{damage}; remove {target / MARKER}, and the model is fetched again")
             return f"{target} is complete already"
-        target.mkdir(exist_ok=True)
         if "://" in source:
             store = ObjectFolder(source, FIELD, timeout_s)
-            objects = {name: info for name, info in store.list().items() if _is_wanted(name)}
+            objects = {name: info for name, info in store.list().items() if _is_wanted(name, wanted)}
             if not objects:
-                raise ConfigError(f"{FIELD}: {store.url} has no model files ({', '.join(MODEL_FILES)})")
+                raise ConfigError(f"{FIELD}: {store.url} has no files like {', '.join(wanted)}; give the folder's URL")
             for name, info in sorted(objects.items()):
                 _download(store, name, info, target / name)
         elif Path(source).is_dir():
-            _from_folder(Path(source), target)
-        elif Path(source).suffix in GGUF_SUFFIXES and Path(source).is_file():
+            _from_folder(Path(source), target, wanted)
+        elif wanted == MODEL_FILES and Path(source).suffix in GGUF_SUFFIXES and Path(source).is_file():
             _write_gguf_folder(Path(source), target)
-        elif is_hub_id(Path(source)):
+        elif wanted == MODEL_FILES and is_hub_id(Path(source)):
             local_model(Path(source), FIELD, target=target)
         else:
+            models = ", nor a GGUF file (.gguf or .whl), nor a Hub id such as Qwen/Qwen2.5-0.5B"
             raise ConfigError(
-                f"{FIELD} {source} is neither a folder, a GGUF file (.gguf or .whl), an s3:// URL nor a Hub "
-                "id such as Qwen/Qwen2.5-0.5B"
+                f"{FIELD} {source} is neither a folder nor an s3:// URL" + (models if wanted == MODEL_FILES else "")
             )
-        files = _model_files(target)
-        if "config.json" not in files:
+        files = _files(target, wanted)
+        if wanted == MODEL_FILES and "config.json" not in files:
             raise ConfigError(f"{FIELD} {source} is not a model: it has no config.json")
         _write_marker(target, source, files)
     num_bytes = sum(file.stat().st_size for file in files.values())
@@ -206,7 +210,7 @@ def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = F
 
 @contextlib.contextmanager
 def _locked(target: Path, timeout_s: float) -> Iterator[None]:
-    path, deadline = target.with_name(f"{target.name}.lock"), time.monotonic() + timeout_s
+    path, deadline = target / ".penstock-fetch.lock", time.monotonic() + timeout_s
     with path.open("w") as lock:
         while True:
             try:
@@ -238,8 +242,8 @@ def _download(store: ObjectFolder, name: str, info: ObjectInfo, path: Path) -> N
     partial.rename(path)
 
 
-def _from_folder(source: Path, target: Path) -> None:
-    for file in sorted(_model_files(source).values()):
+def _from_folder(source: Path, target: Path, wanted: tuple[str, ...]) -> None:
+    for file in sorted(_files(source, wanted).values()):
         path = target / file.relative_to(source)
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as partial:
@@ -256,14 +260,14 @@ def _write_gguf_folder(source: Path, target: Path) -> None:
     reader.write_folder(source, target)
 
 
-def _model_files(folder: Path) -> dict[str, Path]:
+def _files(folder: Path, wanted: tuple[str, ...]) -> dict[str, Path]:
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
-    return {name: path for name, path in found.items() if _is_wanted(name)}
+    return {name: path for name, path in found.items() if _is_wanted(name, wanted)}
 
 
-def _is_wanted(name: str) -> bool:
+def _is_wanted(name: str, wanted: tuple[str, ...]) -> bool:
     is_hidden = any(part.startswith(".") for part in Path(name).parts)
-    return not is_hidden and any(fnmatch.fnmatch(Path(name).name, pattern) for pattern in MODEL_FILES)
+    return not is_hidden and any(fnmatch.fnmatch(Path(name).name, pattern) for pattern in wanted)
 
 
 def _write_marker(target: Path, source: str, files: Mapping[str, Path]) -> None:

@@ -184,6 +184,9 @@ files=(-r "$here/requirements.txt")
 [ "$gpu" = cpu ] || files=(--no-deps "${files[@]}")
 step "install ${files[*]}" \
   "$check_network; if a package has no wheel for $platform, install what its build needs" install "${files[@]}"
+if [ "$what" = dev ]; then
+  step "install the schemas of custom resources" "$check_network" install --no-deps -r "$here/requirements-crds.txt"
+fi
 case $gpu-$platform in
 cuda-*)
   step "install vLLM for CUDA" "$check_network" \

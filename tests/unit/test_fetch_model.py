@@ -33,6 +33,8 @@ def store() -> Iterator[ObjectStore]:
         store.put("models/tiny/model-00001.safetensors", WEIGHTS)
         store.put("models/tiny/sub/tokenizer.json", b"{}")
         store.put("models/tiny/pytorch_model.bin", b"pickle")
+        store.put("data/train.parquet", WEIGHTS)
+        store.put("data/rewards/reward.py", b"def compute_score(): ...")
         yield store
 
 
@@ -122,12 +124,23 @@ def test_a_folder_is_copied_and_what_is_not_a_model_is_refused(store: ObjectStor
     (source / "config.json").rename(source / "other.json")
     with pytest.raises(ConfigError, match="is not a model: it has no config.json"):
         fetch_model(str(source), tmp_path / "elsewhere", TIMEOUT_S)
-    with pytest.raises(ConfigError, match="has no model files"):
+    with pytest.raises(ConfigError, match="has no files like"):
         fetch_model("s3://bucket/nothing", tmp_path / "nothing", TIMEOUT_S)
     with pytest.raises(ConfigError, match="does not exist"):
         fetch_model("s3://nowhere/at-all", tmp_path / "nowhere", TIMEOUT_S)
     with pytest.raises(ConfigError, match="is neither a folder nor an s3:// URL nor a Hub id"):
         fetch_model("/nowhere", tmp_path / "nowhere", TIMEOUT_S)
+
+
+def test_all_files_of_a_folder_are_data_and_functions(store: ObjectStore, tmp_path: Path) -> None:
+    words = ["fetch-model", "--all-files", "s3://bucket/data/", str(tmp_path)]
+    command = [sys.executable, "-m", "penstock.cli.main", *words]
+    fetched = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ)
+    assert fetched.returncode == 0 and fetched.stdout.startswith("fetched 2 files"), fetched.stderr
+    assert (tmp_path / "train.parquet").read_bytes() == WEIGHTS
+    assert (tmp_path / "rewards" / "reward.py").read_bytes() == b"def compute_score(): ..."
+    with pytest.raises(ConfigError, match="neither a folder nor an s3:// URL$"):
+        fetch_model("own/tiny", tmp_path / "other", TIMEOUT_S, wanted=fetching.ANY_FILES)
 
 
 def test_a_store_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,19 @@
 {{- if and $values.modelDownload.source (not (hasPrefix (printf "%s/" $models.mountPath) (toString $values.config.model.path))) -}}
 {{- fail (printf "modelDownload.source is set; config.model.path %s must be a folder below storage.models.mountPath %s, where the model is stored" (toString $values.config.model.path) $models.mountPath) -}}
 {{- end -}}
+{{- if or $values.learner.kuberay.enabled (include "penstock.hasSpreadServers" .) -}}
+{{- $learner := $values.config.learner -}}
+{{- $named := dict "model" $values.config.model -}}
+{{- range $role := list "reference" "critic" "reward_model" }}{{ $_ := set $named (printf "learner.%s" $role) (index $learner $role | default dict) }}{{ end -}}
+{{- range $role, $its := dig "roles" (dict) $learner }}{{ $_ := set $named (printf "learner.roles.%s" $role) ($its | default dict) }}{{ end -}}
+{{- range $field, $its := $named -}}
+{{- with get $its "path" | toString -}}
+{{- if not (hasPrefix "/" .) -}}
+{{- fail (printf "config.%s.path is %s, which only one of several pods would fetch; set it to a folder below storage.models.mountPath %s%s" $field . $models.mountPath (ternary (printf ", and modelDownload.source to %s" .) " on the claim" (eq $field "model"))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- if and $values.gateway.tls.enabled (not (or $values.gateway.tls.secretName $values.certManager.enabled)) -}}
 {{- fail "gateway.tls.enabled is true; set gateway.tls.secretName to a Secret with tls.crt and tls.key, or certManager.enabled" -}}
 {{- end -}}
@@ -49,8 +62,21 @@
 {{- fail (printf "config names %s, which files lacks; add --set-file 'files.%s=FILE'" . (base . | replace "." "\\.")) -}}
 {{- end -}}
 {{- end -}}
-{{- with regexFind "[a-z][a-z0-9+.-]*://[^\"]+" (pick (dig "dataset" (dict) $values.config) "file" "validation" | toRawJson) -}}
-{{- fail (printf "config.dataset names %s, and datasets are read from files; put it on a claim, and set storage.data.existingClaim to the claim and config.dataset to the path below %s" . $values.storage.data.mountPath) -}}
+{{- $data := $values.storage.data -}}
+{{- $stored := deepCopy $values.config -}}
+{{- if dig "learner" "checkpoint" "upload" "" $stored }}{{ $_ := unset $stored.learner.checkpoint "upload" }}{{ end -}}
+{{- with regexFind "\"(s3|gs|gcs|az|abfs)://[^\"]+\"" (toRawJson $stored) -}}
+{{- fail (printf "config names %s, and datasets and functions are read from files; set storage.data.source to the folder of the object store, and name the files below %s" . $data.mountPath) -}}
+{{- end -}}
+{{- if and $data.source $data.existingClaim -}}
+{{- fail "storage.data.source and storage.data.existingClaim are set; choose one: a source is downloaded into a volume of each pod" -}}
+{{- end -}}
+{{- if and $data.source (not (regexMatch "^[a-z0-9]+://" $data.source)) -}}
+{{- fail (printf "storage.data.source is %s; set it to the URL of a folder such as s3://bucket/data" $data.source) -}}
+{{- end -}}
+{{- $egress := $values.networkPolicy.egress -}}
+{{- if and $data.source $values.networkPolicy.enabled $egress.enabled (not (and $egress.to.rollout $egress.to.learner $egress.to.feed)) -}}
+{{- fail "storage.data.source is set, and networkPolicy.egress stops the pods from downloading it; add rules to networkPolicy.egress.to.rollout, learner and feed" -}}
 {{- end -}}
 {{- if and (dig "learner" "checkpoint" "upload" "" $values.config) $values.networkPolicy.enabled $values.networkPolicy.egress.enabled (not $values.networkPolicy.egress.to.learner) -}}
 {{- fail "config.learner.checkpoint.upload is set, and networkPolicy.egress stops the learner from connecting to it; add a rule to networkPolicy.egress.to.learner" -}}

@@ -81,7 +81,7 @@ instead. */}}
 {{- if include "penstock.modelsVolume" . }}
 - {name: models, mountPath: {{ .Values.storage.models.mountPath }}, readOnly: true}
 {{- end }}
-{{- if .Values.storage.data.existingClaim }}
+{{- if or .Values.storage.data.existingClaim .Values.storage.data.source }}
 - {name: data, mountPath: {{ .Values.storage.data.mountPath }}, readOnly: true}
 {{- end }}
 {{- if .Values.files }}
@@ -94,8 +94,10 @@ instead. */}}
 {{- with include "penstock.modelsVolume" . }}
 {{ . }}
 {{- end }}
-{{- with .Values.storage.data.existingClaim }}
-- {name: data, persistentVolumeClaim: {claimName: {{ . }}, readOnly: true}}
+{{- if .Values.storage.data.source }}
+- {name: data, emptyDir: {sizeLimit: {{ .Values.storage.data.size }}}}
+{{- else if .Values.storage.data.existingClaim }}
+- {name: data, persistentVolumeClaim: {claimName: {{ .Values.storage.data.existingClaim }}, readOnly: true}}
 {{- end }}
 {{- if .Values.files }}
 - {name: files, configMap: {name: {{ include "penstock.fullname" . }}-files}}

@@ -11,7 +11,7 @@ spec:
   {{- include "penstock.spread" (list $root $pool.label $pool.spreadOver) | nindent 2 }}
   # On SIGTERM the server gives its prompts back and leaves the fleet.
   terminationGracePeriodSeconds: {{ $pool.grace }}
-  {{- include "penstock.modelInit" $root | nindent 2 }}
+  {{- include "penstock.downloads" (list $root "model" "data") | nindent 2 }}
   containers:
     - name: rollout
       image: {{ include "penstock.image" (list $root ($pool.image | default "rollout")) }}
@@ -96,7 +96,7 @@ metadata:
 spec:
   {{- include "penstock.podSecurity" $root | nindent 2 }}
   terminationGracePeriodSeconds: {{ $pool.grace }}
-  {{- include "penstock.modelInit" $root | nindent 2 }}
+  {{- include "penstock.downloads" (list $root "model" "data") | nindent 2 }}
   containers:
     - name: engine-worker
       image: {{ include "penstock.image" (list $root ($pool.image | default "rollout")) }}

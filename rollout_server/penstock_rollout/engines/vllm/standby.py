@@ -13,7 +13,6 @@ after `penstock up` instead of 37 s, and the first step of a cold run ends after
 from __future__ import annotations
 
 import contextlib
-import importlib
 import logging
 import multiprocessing
 import os
@@ -30,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.rollout import EngineConfig
-from penstock.weights.folder_tensors import read_json
 from penstock_rollout.engines.child_process import end_with_parent
-from penstock_rollout.engines.vllm.start import is_cpu_build, prepare_environment
+from penstock_rollout.engines.vllm.start import architectures_of, is_cpu_build, preload
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +38,6 @@ SWITCH = "PENSTOCK_VLLM_STANDBY"
 """The environment variable that turns standby processes on (1) or off (0). Without it, they are used on CUDA."""
 READY_S = 180.0
 """How long an engine waits for its standby process. It has imported about as much as the server by then."""
-_MODULES = ("vllm.v1.engine.core", "penstock_rollout.engines.vllm.core")
-_WORKERS = {
-    True: ("vllm.v1.worker.cpu_worker",),
-    False: ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner"),
-}
-"""By whether the CPU wheel is installed."""
 
 
 class Standby:
@@ -143,7 +135,7 @@ def start_standby(config: EngineConfig, model_path: Path) -> Standby | None:
     is_forked = not is_cpu_build() and os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "spawn") != "spawn"
     if not is_wanted or is_forked or config.extra.get("numa_bind"):
         return None
-    return Standby(partial(preload, read_json(model_path / "config.json").get("architectures") or []))
+    return Standby(partial(preload, architectures_of(model_path)))
 
 
 def _become_engine_core(pipe: Connection, server: int, preload: Callable[[], str]) -> None:
@@ -163,32 +155,3 @@ def _become_engine_core(pipe: Connection, server: int, preload: Callable[[], str
     signal.signal(signal.SIGINT, before)
     multiprocessing.current_process().name = name
     target(*args, **kwargs)
-
-
-def preload(architectures: Sequence[str]) -> str:
-    """Import everything. Returns why it could not, in one line."""
-    prepare_environment()
-    try:
-        for module in (*_MODULES, *_WORKERS[is_cpu_build()]):
-            importlib.import_module(module)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
-    _note_model_class(architectures)
-    return ""
-
-
-def _note_model_class(architectures: Sequence[str]) -> None:
-    """Import the model's class and note what it is in vLLM's cache, where the server's vLLM looks first. vLLM would
-    start a process for this, so that the server does not use CUDA. This is such a process. If it fails, the server's
-    vLLM does it in its own way, and says what is wrong with the model."""
-    try:
-        from vllm.model_executor.models import registry
-
-        registry._run_in_subprocess = lambda function: function()
-        for architecture in architectures:
-            if architecture in registry.ModelRegistry.models:
-                model = registry.ModelRegistry.models[architecture]
-                model.inspect_model_cls()
-                model.load_model_cls()
-    except Exception as error:
-        print(f"the class of {', '.join(architectures)} was not imported ahead: {error}", file=sys.stderr)

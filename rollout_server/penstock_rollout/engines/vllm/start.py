@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pydantic import ValidationError
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.machine import collecting_rarely
+from penstock.weights.folder_tensors import read_json
 
 CPU_KV_CACHE_BYTES = 64 << 20
 CONTROL_TIMEOUT_S = 60.0
@@ -31,6 +33,12 @@ VERSION_MARK = "penstock-version-"
 output handler ignores it, because there is no such request."""
 
 _CORE = "penstock_rollout.engines.vllm.core"
+_MODULES = ("vllm.v1.engine.core", _CORE)
+_WORKERS = {
+    True: ("vllm.v1.worker.cpu_worker",),
+    False: ("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner"),
+}
+"""By whether the CPU wheel is installed."""
 
 
 class SchedulerLoad:
@@ -85,6 +93,42 @@ def prepare_environment() -> None:
         os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         # FlashInfer's sampler needs nvcc, and cannot return the log-probs that every request asks for.
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def preload(architectures: Sequence[str]) -> str:
+    """Import what EngineCore needs, and the model's class. Returns why it could not, in one line."""
+    prepare_environment()
+    try:
+        for module in (*_MODULES, *_WORKERS[is_cpu_build()]):
+            importlib.import_module(module)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    _note_model_class(architectures)
+    return ""
+
+
+def _note_model_class(architectures: Sequence[str]) -> None:
+    """Import the model's class and note what it is in vLLM's cache, where the server's vLLM looks first. vLLM would
+    start a process for this, so that the server does not use CUDA; call this in a process that may. If it fails, the
+    server's vLLM does it in its own way, and says what is wrong with the model."""
+    try:
+        from vllm.model_executor.models import registry
+
+        in_process, registry._run_in_subprocess = registry._run_in_subprocess, lambda function: function()
+        try:
+            for architecture in architectures:
+                if architecture in registry.ModelRegistry.models:
+                    model = registry.ModelRegistry.models[architecture]
+                    model.inspect_model_cls()
+                    model.load_model_cls()
+        finally:
+            registry._run_in_subprocess = in_process
+    except Exception as error:
+        print(f"the class of {', '.join(architectures)} was not imported ahead: {error}", file=sys.stderr)
+
+
+def architectures_of(model_path: Path) -> list[str]:
+    return read_json(model_path / "config.json").get("architectures") or []
 
 
 def engine_arguments(
@@ -142,6 +186,8 @@ def create_llm(
     prepare_environment()
     start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     with collecting_rarely():
+        if is_cpu_build() and start_method == "fork":  # then EngineCore need not import it
+            preload(architectures_of(Path(arguments["model"])))
         from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM

@@ -196,7 +196,7 @@ def fetch_model(
         elif wanted == MODEL_FILES and is_hub_id(Path(source)):
             local_model(Path(source), FIELD, target=target)
         else:
-            models = ", nor a GGUF file (.gguf or .whl), nor a Hub id such as Qwen/Qwen2.5-0.5B"
+            models = " nor a Hub id such as Qwen/Qwen2.5-0.5B nor a GGUF file (.gguf or .whl)"
             raise ConfigError(
                 f"{FIELD} {source} is neither a folder nor an s3:// URL" + (models if wanted == MODEL_FILES else "")
             )

@@ -179,7 +179,6 @@ def error_from_reason(reason: str, message: str, field: str = "", retry_after_s:
 
 
 def one_line(message: object) -> str:
-    """A library's message without its line breaks."""
     return " ".join(str(message).split())
 
 

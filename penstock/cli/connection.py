@@ -127,7 +127,6 @@ def load_started_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 @contextmanager
 def open_client(args: argparse.Namespace, deadline_s: float) -> Iterator[SyncPenstockClient]:
-    """A client of the gateway that the options name, within the block."""
     from penstock.api_keys import read_secret
     from penstock.client import SyncPenstockClient
     from penstock.client.address import CONFIGURED_RUN

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
-    """The output of `--json`, for plain data and records."""
     return json.dumps(value, indent=indent, default=lambda record: record.model_dump(mode="json"))
 
 

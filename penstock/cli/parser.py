@@ -136,7 +136,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def _name(action: argparse.Action) -> str:
-    """How help names an option or an argument."""
     if action.option_strings:
         return action.option_strings[0]
     metavar = action.metavar if isinstance(action.metavar, str) else None
@@ -144,7 +143,6 @@ def _name(action: argparse.Action) -> str:
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
-    """The type of an option that takes a whole number within bounds."""
 
     def parse(text: str) -> int:
         if not re.fullmatch(r"[-+]?\d+", text):

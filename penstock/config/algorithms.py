@@ -85,7 +85,6 @@ class AdvantageConfig(Config):
 
     @property
     def has_baseline(self) -> bool:
-        """`greedy_baseline`, or the estimator's default."""
         return self.name == "remax" if self.greedy_baseline is None else self.greedy_baseline
 
 
@@ -136,17 +135,14 @@ class LossConfig(Config):
 
     @property
     def epsilon_low(self) -> float:
-        """`clip_low`, or the loss's default."""
         return self._default_clip[0] if self.clip_low is None else self.clip_low
 
     @property
     def epsilon_high(self) -> float:
-        """`clip_high`, or the loss's default."""
         return self._default_clip[1] if self.clip_high is None else self.clip_high
 
     @property
     def aggregation_mode(self) -> Aggregation:
-        """`aggregation`, or the loss's default."""
         return self.aggregation or ("seq-mean-token-mean" if self.name in _OF_SEQUENCES else "token-mean")
 
     @property
@@ -195,7 +191,6 @@ class CorrectionConfig(Config):
 
     @property
     def weight_name(self) -> WeightName:
-        """`weight`, or the mode's default."""
         return self.weight or ("token_truncation" if self.mode == "decoupled" else "none")
 
 

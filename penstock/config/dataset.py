@@ -53,7 +53,6 @@ class ColumnsConfig(Config):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns that are read."""
         return tuple(dict.fromkeys(column.partition(".")[0] for column in self.model_dump().values()))
 
 

@@ -105,12 +105,10 @@ class RunFacts:
 
     @property
     def ages_s(self) -> dict[str, float]:
-        """Seconds since the last heartbeat of each component and server."""
         return {**self.heartbeat_ages_s, **{s.server_id: s.heartbeat_age_ms / 1000 for s in self.servers}}
 
     @property
     def has_learner(self) -> bool:
-        """Whether the learner's heartbeat is recent."""
         silence_s = self.config.replay.lease_ttl_s
         return self.heartbeat_ages_s.get(LEARNER, silence_s) < silence_s
 
@@ -169,7 +167,6 @@ class RunStores:
         )  # fmt: skip
 
     async def read(self, config: RunConfig) -> RunFacts:
-        """Read all facts. Only reads."""
         stat, orders, servers = await self.queue.stat(), await self.control.orders(), await self.fleet.servers()
         known = {server.server_id for server in servers}
         breakers, quarantines = await self.control.open_breakers(), await self.control.quarantines()

@@ -26,7 +26,6 @@ ADDRESS_COLUMNS = ("server", "state", "version", "groups", "engine", "address")
 
 
 def run_parts(run: Run) -> list[RenderableType]:
-    """All that a run's status shows, from top to bottom."""
     learning = (("learning  ", run.learning), ("speed     ", run.speed))
     findings = [Text.assemble((label, "dim"), text) for label, text in learning if text]
     table = server_table(run.servers, STATUS_COLUMNS, "rollout servers") if run.servers else Text("no rollout servers")
@@ -34,7 +33,6 @@ def run_parts(run: Run) -> list[RenderableType]:
 
 
 def _headline(run: Run) -> Text:
-    """State, step and version of a run."""
     head = Text.assemble(
         ("run ", "dim"), (run.run, "bold"), ("  state ", "dim"), (run.state.lower(), "bold"), ("  step ", "dim"),
         (str(run.step), "bold"), ("  version ", "dim"), (str(run.policy_version), "bold"),
@@ -159,7 +157,6 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def print_findings(findings: Iterable[Finding]) -> None:
-    """A line for each finding, on stdout."""
     console = Console(soft_wrap=True, highlight=False)
     for finding in findings:
         advice = f": {finding.advice}" if finding.advice else ""

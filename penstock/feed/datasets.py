@@ -142,7 +142,6 @@ def read_prompts(
 
 
 def first_prompts(path: Path, config: DatasetConfig, num_rows: int) -> list[Prompt]:
-    """The first prompts of a file, to look at."""
     return list(islice(read_prompts(path, num_samples=1, sampling=Sampling(max_tokens=1), config=config), num_rows))
 
 
@@ -270,7 +269,6 @@ def read_files(
 
 
 def shown_files(files: Files) -> str:
-    """The files of a dataset, for messages."""
     return ", ".join(str(entry.file) for entry in listed_files(files))
 
 

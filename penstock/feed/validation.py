@@ -260,7 +260,6 @@ class Validator:
 
 
 def evaluation_id(dataset_name: str, step: int) -> str:
-    """The id of the evaluation that validates the policy of a step."""
     return f"{VALIDATION}{dataset_name}-{step}"
 
 

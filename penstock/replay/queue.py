@@ -471,7 +471,6 @@ class GroupConsumer(QueueCalls):
         return [each for each in found if each is not None]
 
     async def forget_kept(self, evaluation_id: str) -> None:
-        """Delete the kept groups of an evaluation."""
         await guarded(self.client.unlink(self.keys.evaluation_groups(evaluation_id)))
 
     async def finish(self, step: int) -> None:
@@ -530,7 +529,6 @@ class GroupConsumer(QueueCalls):
         return committed
 
     async def committed(self) -> Committed:
-        """What commits have covered so far."""
         trained = await guarded(self.client.get(self.keys.trained))
         fields = (
             "committed_step", "kept_after", "next_prompt_id", "rewind_term", "rewind_orders", "rewind_checkpoint",

@@ -83,7 +83,6 @@ class Quarantines(RunRecords):
     """The records of one run. Only the learner of the current term changes them."""
 
     async def read(self) -> dict[str, Quarantine]:
-        """Every record, by server."""
         records = await self.hash_of(self.keys.quarantined)
         return {server: Quarantine.from_json(text) for server, text in records.items()}
 

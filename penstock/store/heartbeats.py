@@ -43,7 +43,6 @@ class Heartbeats(RunRecords):
         await guarded(self.client.hdel(self.keys.heartbeats, component))
 
     async def ages_s(self) -> dict[str, float]:
-        """Seconds since the last beat, by component."""
         beats, now_ms = await self.hash_of(self.keys.heartbeats), await self.now_ms()
         return {component: max(0, now_ms - int(at_ms)) / 1000 for component, at_ms in beats.items()}
 
@@ -119,7 +118,6 @@ class Phases(RunRecords):
             logger.warning("cannot record the phase: %s", error)
 
     async def age_s(self, phase: Phase) -> float:
-        """Seconds since the phase began."""
         return (await self.now_ms() - phase.entered_at_ms) / 1000
 
     async def by_component(self) -> dict[str, list[Phase]]:

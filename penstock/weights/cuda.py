@@ -144,7 +144,6 @@ def _path_in_package() -> str:
 
 
 def runtime() -> Any:
-    """The module `cupy.cuda.runtime`."""
     try:
         from cupy.cuda import runtime as found
     except ImportError as error:

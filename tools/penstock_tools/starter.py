@@ -119,7 +119,6 @@ class Algorithm:
         return ("policy", *["reference"] * has_reference, *["critic"] * ("critic" in learner))
 
     def fields(self, section: str, *names: str) -> dict[str, Any]:
-        """The fields of a section that the preset sets."""
         return {name: self.preset[section][name] for name in names if name in self.preset[section]}
 
 

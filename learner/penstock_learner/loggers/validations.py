@@ -54,7 +54,6 @@ class ValidationLog:
     """Evaluations that were logged. None before the first call of `log_new`."""
 
     async def log_new(self) -> None:
-        """Log the scores that were not logged yet."""
         scores: dict[int, dict[str, float]] = {}
         history = await self.queue.evaluation_history()
         if self._known is None:

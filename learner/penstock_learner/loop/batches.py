@@ -159,7 +159,6 @@ class Batch:
 
     @property
     def trace_parents(self) -> tuple[str, ...]:
-        """Trace contexts of the groups that are traced."""
         return tuple(group.trace_parent for group in self.groups if group.trace_parent)
 
     @property

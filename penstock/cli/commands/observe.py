@@ -110,7 +110,6 @@ def _read(client: SyncPenstockClient) -> tuple[Run, dict[str, dict[str, float]],
 
 
 def rewards_of(client: SyncPenstockClient) -> list[float]:
-    """Mean reward of the newest steps, oldest first."""
     rewards = (step.metrics.get("reward_mean") for step in client.metrics(HISTORY, ["reward_mean"]))
     return [reward for reward in rewards if reward is not None]
 

@@ -259,7 +259,6 @@ class GatewayMetrics:
         registry.register(self.run)
 
     def observe(self, protocol: str) -> Observation:
-        """A context manager that counts and times one request."""
         return Observation(self.requests, protocol)
 
     def render(self, snapshot: RunSnapshot | None) -> bytes:

@@ -51,7 +51,6 @@ SWAGGER_FILES = ("swagger-ui-bundle.js", "swagger-ui.css")
 
 
 def api_document(operations: Sequence[Operation]) -> dict[str, Any]:
-    """The OpenAPI document of these operations."""
     shown = [operation for operation in operations if operation.path and operation.is_documented]
     uses: list[tuple[type[BaseModel], JsonSchemaMode]] = [(Problem, "serialization")]
     uses += [(one.takes, "validation") for one in shown if one.takes is not None and one.has_body]

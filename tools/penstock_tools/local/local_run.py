@@ -130,7 +130,6 @@ class LocalRun:
             self._lock.close()
 
     def start_feed(self) -> None:
-        """Start the feed if there is a dataset."""
         if self.config.dataset.file is not None or self.config.dataset.validation.file is not None:
             self._start_process(FEED, "penstock.cli.commands.feed", "--watch")
 
@@ -179,7 +178,6 @@ class LocalRun:
 
     @property
     def is_up(self) -> bool:
-        """Whether Redis and the gateway have been started."""
         return self._client is not None
 
     @property

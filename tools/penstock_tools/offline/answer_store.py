@@ -294,7 +294,6 @@ class AnswerStore:
         resources.enter_context(own)
 
     def _count(self) -> None:
-        """Count the rows of the output file, or of the parts that are new."""
         if self.output.exists():
             self.rows, self.totals = set(), Totals()
             self._read(self.output, self.output)

@@ -194,7 +194,6 @@ class ControlGroup:
         return group
 
     def limit(self, memory_bytes: int, max_processes: int) -> None:
-        """Set the limits. Raises OSError if the group does not have both controllers."""
         self._write(("memory.max", "memory.limit_in_bytes"), memory_bytes)
         self._write(("pids.max",), max_processes)
         with contextlib.suppress(OSError):

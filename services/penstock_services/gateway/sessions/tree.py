@@ -111,7 +111,6 @@ class SessionTree:
         return np.concatenate([*self._pieces(call.base, call.num_shared), call.extra])
 
     def ids(self, number: int) -> Ids:
-        """The prompt and the answer of a call."""
         return np.concatenate(self._pieces(number, self.calls[number].num_tokens))
 
     def parent(self, number: int) -> int | None:

@@ -199,8 +199,7 @@ def tokenizer_digest(model_path: Path) -> str:
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer state of a finished checkpoint. Raises CheckpointDamaged if its file or manifest is damaged, and
-    ConfigError if an older build wrote it."""
+    """The trainer state of a finished checkpoint. Raises CheckpointDamaged if its file or manifest is damaged."""
     # Ranks import this file too. The client of Redis, which they do not use, would cost each 0.3 s of CPU time.
     from penstock.store.redis_client import read_known_fields
 
@@ -213,11 +212,6 @@ def read_state(path: Path) -> TrainerState:
         state = read_known_fields(TrainerState, json.loads(content))
         ranges = [(int(a), int(b)) for a, b in state.ledger]
         lineage: Any = state.lineage
-        if any("target" in fields for fields in lineage):
-            raise ConfigError(
-                f"{file} was written by an older build of Penstock, whose record of rewinds this build cannot read; "
-                "continue the run with that build, or start a new run from the checkpoint's weights (penstock export)"
-            )
         return replace(state, ledger=ranges, lineage=tuple(read_known_fields(Rewind, fields) for fields in lineage))
     except FileNotFoundError as error:
         raise CheckpointDamaged(f"{file} is missing") from error

@@ -3,8 +3,6 @@
 The file is written under another name, flushed and renamed. So a reader sees a complete snapshot or none.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Iterator, Sequence
@@ -57,8 +55,7 @@ def read_manifest(folder: Path) -> weights_pb2.SnapshotManifest:
 def read_published_manifest(folder: Path, expected_digest: str) -> weights_pb2.SnapshotManifest:
     """Read the manifest of a snapshot. Raises WeightPushFailed if it is damaged or is not the published one.
 
-    `expected_digest` is the digest in the version's record. Snapshots of older versions of Penstock do not have the
-    checksum of the manifest itself."""
+    `expected_digest` is the digest in the version's record."""
     snapshot = read_manifest(folder)
     digest = weights_digest(snapshot.bucket_checksums)
     if digest != expected_digest or len(snapshot.bucket_checksums) != len(snapshot.manifest.buckets):
@@ -67,7 +64,7 @@ def read_published_manifest(folder: Path, expected_digest: str) -> weights_pb2.S
             f"found {digest}"
         )
     checksum = _manifest_checksum(snapshot.manifest)
-    if snapshot.manifest_checksum and snapshot.manifest_checksum != checksum:
+    if snapshot.manifest_checksum != checksum:
         raise WeightPushFailed(
             f"{folder / MANIFEST_NAME} is damaged: expected checksum {snapshot.manifest_checksum}, found {checksum}"
         )

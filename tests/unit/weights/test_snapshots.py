@@ -95,11 +95,12 @@ def test_the_line_names_the_file_and_both_checksums(snapshot: tuple[Path, str, l
     assert f"{good / FILE_NAME} is truncated: expected 60 bytes of c, found 56" == find_damage(good, digest)
 
 
-def test_a_snapshot_of_an_older_version_is_loaded(snapshot: tuple[Path, str, list[bytes]]) -> None:
-    """It has no checksum of the manifest itself."""
+def test_a_manifest_without_its_checksum_or_of_another_version_is_refused(
+    snapshot: tuple[Path, str, list[bytes]],
+) -> None:
     good, digest, _ = snapshot
     kept = weights_pb2.SnapshotManifest.FromString((good / MANIFEST_NAME).read_bytes())
     kept.manifest_checksum = ""
     (good / MANIFEST_NAME).write_bytes(kept.SerializeToString())
-    assert find_damage(good, digest) == ""
+    assert f"{good / MANIFEST_NAME} is damaged: expected checksum" in find_damage(good, digest)
     assert "is not the published version" in find_damage(good, "another digest")

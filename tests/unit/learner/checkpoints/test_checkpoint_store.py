@@ -108,16 +108,6 @@ def test_the_lineage_is_read_as_rewinds(tmp_path: Path) -> None:
     assert read_state(folder).lineage == (Rewind(3, 6, "restart"), Rewind(4, 9, "order"))
 
 
-def test_a_checkpoint_of_an_older_build_is_refused_and_not_called_damaged(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=5)
-    file = make(store, 1) / TRAINER_FILE
-    fields = [{"target": 3, "new_version": 6, "why": "restart"}]
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"lineage": fields}))
-    write_manifest(file.parent, {})
-    with pytest.raises(ConfigError, match=r"trainer.json was written by an older build .*; continue the run with that"):
-        read_state(file.parent)
-
-
 def test_a_writer_whose_folder_a_successor_cleared_away_is_fenced(tmp_path: Path) -> None:
     """The writer may be suspended at any point. An error while the folder still exists is raised unchanged."""
     store = CheckpointStore(tmp_path, keep=5)

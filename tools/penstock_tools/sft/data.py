@@ -23,7 +23,7 @@ from penstock.config.dataset import Files, listed_files
 from penstock.config.learner import SftConfig
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, one_line
-from penstock.feed.datasets import MEDIA_COLUMNS, matching_files, read_messages, read_rows, shown_files
+from penstock.feed.datasets import MEDIA_COLUMNS, matching_files, nested_field, read_messages, read_rows, shown_files
 from penstock.trajectory import Prompt
 from penstock_learner.batches.sequence_batch import SequenceBatch, unsampled_batch
 from penstock_rollout.tokenization import with_argument_objects
@@ -221,7 +221,7 @@ class ExampleReader:
             raise InvalidInput(f"{where}: {media[0]}", "images, videos and audio are not supported; remove such rows")
         columns = self.sft.columns
         messages = row.get(columns.messages)
-        prompt, response = _field(row, columns.prompt), _field(row, columns.response)
+        prompt, response = nested_field(where, row, columns.prompt), nested_field(where, row, columns.response)
         text = row.get(columns.text)
         if messages:
             chat = _chat(f"{where}: {columns.messages}", messages)
@@ -288,13 +288,6 @@ def batch_of_examples(examples: Sequence[Example]) -> SequenceBatch:
     token_ids = np.concatenate([np.array(example.token_ids, dtype=np.int64) for example in examples])
     batch = unsampled_batch(token_ids, lengths, prompt_lengths, np.arange(len(examples)))
     return replace(batch, loss_mask=np.concatenate(masks))
-
-
-def _field(row: dict[str, Any], column: str) -> Any:
-    """The value of a column, or of a field of it: `extra_info.question`."""
-    name, _, inner = column.partition(".")
-    value = row.get(name)
-    return value.get(inner) if inner and isinstance(value, dict) else None if inner else value
 
 
 def _chat(where: str, value: Any) -> list[dict[str, Any]]:

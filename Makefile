@@ -20,8 +20,8 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py test_vllm_flips.py test_vllm_models.py) \
 	tests/unit/rollout/test_vllm_constraints.py
 
-# Tests wait for processes and deadlines about a third of their time, so two cores are busy with three workers.
-WORKERS ?= 3
+# Tests wait for processes and deadlines for a large part of their time, so two cores are busy with four workers.
+WORKERS ?= 4
 
 test: setup-dev  ## lint, and at least one case of every feature (what CI checks; as root AS_BOTH_USERS=1 adds test-ordinary)
 	@$(MAKE) --no-print-directory -j 3 lint-types test-forking test-others lint-style $(if $(AS_BOTH_USERS),demo-ordinary tests-ordinary)

@@ -20,15 +20,16 @@ demo: setup  ## train a tiny model on this machine, start to finish (ARGS="--lea
 FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.py test_engine_load.py test_constrained_output.py test_vllm_flips.py test_vllm_models.py) \
 	tests/unit/rollout/test_vllm_constraints.py
 
-# Tests wait for processes and deadlines about a third of their time, so two cores are busy with three workers.
-WORKERS ?= 3
+# Tests wait for processes and deadlines for a large part of their time, so two cores are busy with four workers.
+WORKERS ?= 4
 
-test: setup-dev  ## lint, and at least one case of every feature (what CI checks)
-	@$(MAKE) --no-print-directory -j 3 lint-types test-forking test-others lint-style
+test: setup-dev  ## lint, and at least one case of every feature (what CI checks; as root AS_BOTH_USERS=1 adds test-ordinary)
+	@$(MAKE) --no-print-directory -j 3 lint-types test-forking test-others lint-style $(if $(AS_BOTH_USERS),demo-ordinary tests-ordinary)
 
 # No permission stops root, so CI, which is often root, also runs these tests as an ordinary user: private files, folders that cannot be
 # written, the sandbox, and the demo. Attacks are not among them: that test starts its servers as both users.
-# Nothing in the demo and ORDINARY_ONLY is special to root, so CI as root leaves them to this command (ORDINARY_FOLLOWS=1).
+# AS_BOTH_USERS=1 does so within `make test`, while root's tests wait for processes. Nothing in the demo and ORDINARY_ONLY is special to
+# root, so root then leaves them out.
 DEMO_TEST := tests/integration/runs/test_demo.py
 ORDINARY_ONLY := tests/integration/runs/test_doctor.py tests/unit/learner/checkpoints/test_checkpoint_store.py \
 	tests/unit/weights/test_cluster_key.py $(addprefix tests/unit/test_,private_redis.py logs.py init.py open_files.py samples.py)
@@ -53,7 +54,7 @@ test-forking:
 
 test-others:
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		$(addprefix --ignore=,$(FORKING_TESTS) $(if $(ORDINARY_FOLLOWS),$(DEMO_TEST) $(ORDINARY_ONLY))) $(ARGS)
+		$(addprefix --ignore=,$(FORKING_TESTS) $(if $(AS_BOTH_USERS),$(DEMO_TEST) $(ORDINARY_ONLY))) $(ARGS)
 
 lint: setup-dev  ## ruff, mypy (strict), import-linter
 	@$(MAKE) --no-print-directory -j 2 lint-types lint-style

@@ -133,7 +133,8 @@ export PIP_NO_COMPILE=1
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"; }
 compile_modules() {
   # A file that does not compile, such as a template, is not a failure: pip takes it as it is, too.
-  "$venv/bin/python" -m compileall -q -j 0 -x '/(models|tests?|testing|openai|networkx|pip|fontTools|pygments)/' \
+  local rare='models|tests?|testing|openai|networkx|pip|fontTools|pygments|moto|mypyc?|sympy/physics'
+  "$venv/bin/python" -m compileall -q -j 0 -x "/site-packages/(.*/)?($rare|ray/(data|llm|rllib|serve|train|tune))/" \
     "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
 }
 # uv installs in a tenth of the time, most of which pip spends on reading indexes. It does not read pip's settings, so

@@ -138,11 +138,13 @@ class DemoProcess:
         return found
 
     def wait(self) -> int:
-        deadline = time.monotonic() + DEADLINE_S
+        deadline, listed_at = time.monotonic() + DEADLINE_S, -LISTING_S
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.text()
-            self.descendants()
-            time.sleep(0.2)
+            if time.monotonic() > listed_at + LISTING_S:
+                listed_at = time.monotonic()
+                self.descendants()
+            time.sleep(POLL_S)
         return self.process.returncode
 
     def wait_for_step(self, step: int) -> None:

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-ORDINARY_USER = 54321
-"""A user without an account, for the tests that root runs as somebody else."""
+ORDINARY_USER = 54322
+"""A user without an account, for the tests that root runs as somebody else. It is not that of .ci/as-ordinary-user,
+whose processes would count where the kernel counts those of a user."""
 TIMEOUT_S = 200.0
 BATCH = r"""
 import ctypes, fcntl, json, mmap, os, platform, resource, signal, socket, struct, sys, tempfile

@@ -70,27 +70,14 @@ for _, key in ipairs(redis.call('KEYS', '*')) do
 end
 return found
 """
-DIGEST = """
-local READS = {hash = {'HGETALL'}, zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, set = {'SMEMBERS'}, list = {'LRANGE', 0, -1},
-  stream = {'XRANGE', '-', '+'}, string = {'GET'}}
+DUMPS = """
 local keys, found = redis.call('KEYS', '*'), {}
 table.sort(keys)
-for _, key in ipairs(keys) do
-  local kind = redis.call('TYPE', key).ok
-  local command, first, last, option = unpack(READS[kind])
-  local arguments = {command, key, first, last, option}
-  local contents = redis.call(unpack(arguments))
-  if kind == 'hash' then
-    local fields = {}
-    for i = 1, #contents, 2 do fields[#fields + 1] = contents[i] .. '=' .. redis.sha1hex(contents[i + 1]) end
-    contents = fields
-  end
-  if kind == 'hash' or kind == 'set' then table.sort(contents) end
-  found[#found + 1] = {key, kind, redis.call('PTTL', key) > 0, contents}
-end
+for _, key in ipairs(keys) do found[#found + 1] = {key, redis.call('PTTL', key) > 0, redis.call('DUMP', key)} end
 return redis.sha1hex(cmsgpack.pack(found))
 """
-"""Of all that READ_STATE returns, without its order. To read the state itself after each of many runs takes longer."""
+"""A digest of the state. It changes with the state, and perhaps with the order in which Redis holds a hash. To read the
+state itself after each of many runs takes longer."""
 COPY_ALL = """
 local from, to = unpack(ARGV)
 redis.call('SELECT', to)
@@ -175,6 +162,8 @@ class Run:
 
     error: str
     calls: tuple[Call, ...]
+    broken: tuple[tuple[Any, ...], ...]
+    """The commands that had broken something before the script began."""
     before: str
     """The digest of the state that the script began with, with what is broken in it."""
     after: str
@@ -199,8 +188,11 @@ class Case:
     def words(self, *, fail_at: int = 0, hang_at: int = 0) -> tuple[Any, ...]:
         """The arguments of EVAL. The script fails at or never ends from one of its calls. The call after the last is
         its end."""
-        text = _traced(self.folder.load(self.name).text)
-        return (text, 4, self.prefix, fail_at, hang_at, self.seconds, *self.arguments)
+        return (self.text, 4, self.prefix, fail_at, hang_at, self.seconds, *self.arguments)
+
+    @property
+    def text(self) -> str:
+        return _traced(self.folder.load(self.name).text)
 
 
 @dataclass
@@ -212,6 +204,7 @@ class ScriptFaults:
     writing: dict[tuple[ScriptFolder, str], Case] = field(default_factory=dict)
     """The newest call of each script that wrote something."""
     _checked: set[Any] = field(default_factory=set)
+    _loaded: dict[str, str] = field(default_factory=dict)
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Check every call of a script that this process makes from now on, before it is made."""
@@ -242,9 +235,10 @@ class ScriptFaults:
         """Run a script under every fault, unless it was checked with the same calls before. The state is kept."""
         seconds = cast("tuple[int, int]", self.client.time())[0] + 1
         case = Case(folder, name, prefix, arguments, self._save(), self.read_state(), seconds)
-        self.client.eval(COPY_ALL, 0, LIVE, KEPT)
+        self.client.evalsha(self._load(COPY_ALL), 0, LIVE, KEPT)
         done = self._run(case)
-        changes = done.after != done.before
+        written = self.read_state()
+        changes = written != case.state
         self._checked.add((folder, name))
         shape = (name, *((call.command, *map(_family, call.keys)) for call in done.calls))
         if done.error:
@@ -253,16 +247,15 @@ class ScriptFaults:
             self._checked.add(shape)
             if changes:
                 self.writing[folder, name] = replace(case, num_calls=len(done.calls))
-            written = self.read_state()
             first_write = self._fail_at_each_call(case, done)
             self._find_late_keys(case, done.calls, first_write)
             self._find_late_numbers(case, done.calls, first_write)
             if changes:
                 self._find_late_checks(case, done.checks, first_write)
-            self._fill_redis(case, done)
+            self._fill_redis(case, written)
             self._change_types(case, done, written)
             self._break_values(case, done)
-        self.client.eval(COPY_ALL, 0, KEPT, LIVE)
+        self.client.evalsha(self._load(COPY_ALL), 0, KEPT, LIVE)
 
     @property
     def unchecked(self) -> set[str]:
@@ -273,7 +266,7 @@ class ScriptFaults:
         for number in range(1, len(done.calls) + 1):
             failed = self._run(case, fail_at=number)
             assert "injected" in failed.error, (case.name, failed.error)
-            if failed.after != failed.before:
+            if not self._is_undone(failed):
                 return number - 1
         return len(done.calls)
 
@@ -304,11 +297,12 @@ class ScriptFaults:
         for what in {what for num_calls, what in checks if num_calls >= first_write} - early:
             self._report(case, f"the check {what!r} was first reached after the first write", is_whole=False)
 
-    def _fill_redis(self, case: Case, done: Run) -> None:
+    def _fill_redis(self, case: Case, written: State) -> None:
         """Without memory, Redis refuses a script before its first write, or runs it to its end."""
         full = self._run(case, ("CONFIG", "SET", "maxmemory", 1))
-        allowed = full.before if full.error else done.after
-        self._report(case, f"without memory: {full.error or 'success'}, but half was written", full.after == allowed)
+        self.client.config_set("maxmemory", 0)
+        is_whole = self.read_state() == (case.state if full.error else written)
+        self._report(case, f"without memory: {full.error or 'success'}, but half was written", is_whole)
 
     def _change_types(self, case: Case, done: Run, written: State) -> None:
         kinds: dict[bytes, set[str]] = {}
@@ -323,6 +317,7 @@ class ScriptFaults:
                 is_whole = faulty.after == faulty.before
                 if not is_whole and not faulty.error:
                     is_whole = _without(self.read_state(), key) == _without(written, key)
+                is_whole = is_whole or self._is_undone(faulty)
                 self._report(case, f"{key!r} as {wrong}: {faulty.error or 'success'}, but half was written", is_whole)
 
     def _break_values(self, case: Case, done: Run) -> None:
@@ -338,7 +333,7 @@ class ScriptFaults:
         for (key, name), put in places.items():
             for value in BROKEN:
                 faulty = self._run(case, (*put, value))
-                is_whole = not faulty.error or faulty.after == faulty.before
+                is_whole = not faulty.error or self._is_undone(faulty)
                 self._report(case, f"{key!r} {name!r} is {value!r}: {faulty.error}, but half was written", is_whole)
 
     def _report(self, case: Case, problem: str, is_whole: bool) -> None:
@@ -347,23 +342,43 @@ class ScriptFaults:
 
     def _run(self, case: Case, *broken: tuple[Any, ...], fail_at: int = 0) -> Run:
         """Run a script from the state that `check` was called in, after the commands that break something in it."""
-        pipeline = self.client.pipeline(transaction=False)
-        pipeline.eval(COPY_ALL, 0, KEPT, LIVE)
-        for command in broken:
-            pipeline.execute_command(*command)
-        pipeline.eval(DIGEST, 0)
-        pipeline.eval(*case.words(fail_at=fail_at))
-        pipeline.eval(DIGEST, 0)
-        pipeline.config_set("maxmemory", 0)
-        *others, before, answer, after, _ = pipeline.execute(raise_on_error=False)
+        pipeline = self._begin(broken)
+        pipeline.evalsha(self._load(DUMPS), 0)
+        text, *arguments = case.words(fail_at=fail_at)
+        pipeline.evalsha(self._load(text), *arguments)
+        pipeline.evalsha(self._load(DUMPS), 0)
+        *others, before, answer, after = pipeline.execute(raise_on_error=False)
         for other in (*others, before, after):
             if isinstance(other, Exception):
                 raise other
         if isinstance(answer, ResponseError):
-            return Run(str(answer), (), before, after)
+            return Run(str(answer), (), broken, before, after)
         calls = tuple(Call(command.decode(), tuple(arguments)) for command, *arguments in answer[0])
         split = [check.decode(errors="replace").split(" ", 1) for check in answer[1]]
-        return Run("", calls, before, after, tuple((int(num_calls), what) for num_calls, what in split))
+        checks = tuple((int(num_calls), what) for num_calls, what in split)
+        return Run("", calls, broken, before, after, checks)
+
+    def _begin(self, broken: tuple[tuple[Any, ...], ...]) -> Any:
+        """A pipeline that restores the state that `check` was called in, and breaks something in it."""
+        pipeline = self.client.pipeline(transaction=False)
+        pipeline.evalsha(self._load(COPY_ALL), 0, KEPT, LIVE)
+        for command in broken:
+            pipeline.execute_command(*command)
+        return pipeline
+
+    def _is_undone(self, run: Run) -> bool:
+        """Whether the newest run left the state as it was before the script."""
+        if run.after == run.before:
+            return True
+        after = self.read_state()
+        self._begin(run.broken).execute()
+        return self.read_state() == after
+
+    def _load(self, text: str) -> str:
+        """The digest of a script that this Redis knows. To send long scripts with each of many runs takes longer."""
+        if text not in self._loaded:
+            self._loaded[text] = str(self.client.script_load(text))
+        return self._loaded[text]
 
     def _save(self) -> tuple[tuple[bytes, int, bytes], ...]:
         keys = cast("list[bytes]", self.client.keys())

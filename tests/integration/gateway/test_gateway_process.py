@@ -91,7 +91,7 @@ async def test_it_is_not_ready_while_redis_reads_its_file(tmp_path: Path) -> Non
     process = RedisProcess(tmp_path / "redis")
     process.start()
     try:
-        async with redis.Redis.from_url(process.url) as client:
+        async with redis.Redis.from_url(process.url, socket_timeout=600) as client:
             await client.eval("for i = 1, 200000 do redis.call('SET', i, '') end", 0)
         process.kill()
         process.start("--key-load-delay", "300")  # it reads for a minute, and answers meanwhile

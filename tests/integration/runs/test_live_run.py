@@ -56,6 +56,14 @@ ALERTS_WITHOUT_SERIES = {
 }
 """Selectors of alerts whose series exist only after a fault, with the reason."""
 EXAMPLE_MODEL = ROOT / "examples" / "arithmetic" / "model"
+SLOW_REWARD = """
+import time
+
+def compute_scores(data_sources, solution_strs, ground_truths, extra_infos):
+    time.sleep(0.4)
+    return [compute_score(*sample) for sample in zip(data_sources, solution_strs, ground_truths, strict=True)]
+"""
+"""A step takes about a second, most of which no process computes in."""
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -67,14 +75,20 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[DemoProcess]:
-    """The cheapest real run, traced: torch engine, one policy rank, no reference. It has written two checkpoints."""
+    """The cheapest real run, traced: torch engine, one policy rank, no reference, and a reward that takes its time. It
+    has written two checkpoints."""
+    folder = tmp_path_factory.mktemp("live")
+    reward = folder / "reward.py"
+    reward.write_text(EXAMPLE_MODEL.with_name("reward.py").read_text() + SLOW_REWARD)
     overrides = {
         "rollout.engine.name": "torch", "learner.policy.num_ranks": "1", "learner.algorithm.kl.placement": "none",
         "replay.groups_per_step": "8", "learner.num_steps": "100000", "learner.checkpoint.every_steps": "2",
         "tracing.endpoint": collector.url, "weights.snapshot_every_steps": "1", "weights.keep_snapshots": "10000",
+        "rollout.reward.function_file": str(reward), "rollout.reward.function_name": "compute_scores",
+        "rollout.reward.function_batch": "true",
     }  # fmt: skip
     words = [word for name, value in overrides.items() for word in (f"--{name}", value)]
-    started = DemoProcess(tmp_path_factory.mktemp("live"), *words, environment={"PENSTOCK_LOG": "json"})
+    started = DemoProcess(folder, *words, environment={"PENSTOCK_LOG": "json"})
     try:
         started.wait_for_step(5)
         yield started

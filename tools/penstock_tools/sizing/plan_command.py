@@ -84,7 +84,7 @@ def _parser() -> Parser:
         "Fields of the configuration are set as in other commands: --replay.groups_per_step 128.",
     )
     options: dict[str, dict[str, Any]] = {
-        "model": {"default": "7b", "help": "135m, 0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a model folder or a Hub id "
+        "model": {"default": "7b", "help": "135m, 0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a folder or a Hub id "
                   "(default: 7b)"},
         "config": {"type": Path, "metavar": "FILE", "help": "show the memory of this run's roles, or with --gpus place "
                    "them; exit with 1 if they do not fit"},

@@ -47,7 +47,7 @@ demo-ordinary:
 	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -p no:cacheprovider $(DEMO_TEST) $(ARGS)
 
 tests-ordinary:
-	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -n 2 -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
+	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -n $(if $(AS_BOTH_USERS),0,2) -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
 
 test-forking:
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)

@@ -24,7 +24,7 @@ FORKING_TESTS := $(addprefix tests/integration/engines/,test_engine_conformance.
 WORKERS ?= 4
 
 test: setup-dev  ## lint, and at least one case of every feature (what CI checks; as root AS_BOTH_USERS=1 adds test-ordinary)
-	@$(MAKE) --no-print-directory -j 3 lint-types test-forking test-others lint-style $(if $(AS_BOTH_USERS),demo-ordinary tests-ordinary)
+	@$(MAKE) --no-print-directory -j 3 lint-types test-forking test-others lint-style $(if $(AS_BOTH_USERS),tests-ordinary demo-ordinary)
 
 # No permission stops root, so CI, which is often root, also runs these tests as an ordinary user: private files, folders that cannot be
 # written, the sandbox, and the demo. Attacks are not among them: that test starts its servers as both users.
@@ -47,7 +47,7 @@ demo-ordinary:
 	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -p no:cacheprovider $(DEMO_TEST) $(ARGS)
 
 tests-ordinary:
-	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -n 2 -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
+	$(AS_ORDINARY_USER) $(VENV)/bin/python -m pytest -n $(if $(AS_BOTH_USERS),0,2) -p no:cacheprovider $(ORDINARY_TESTS) $(ARGS)
 
 test-forking:
 	$(VENV)/bin/python -m pytest $(FORKING_TESTS) $(ARGS)

@@ -135,7 +135,8 @@ compile_modules() {
   # A file that does not compile, such as a template, is not a failure: pip takes it as it is, too.
   local rare='models|tests?|testing|openai|networkx|pip|fontTools|pygments|moto|mypyc?|sympy/physics'
   "$venv/bin/python" -m compileall -q -j 0 -x "/site-packages/(.*/)?($rare|ray/(data|llm|rllib|serve|train|tune))/" \
-    "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || true
+    "$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+    penstock rollout_server learner services tools || true
 }
 # uv installs in a tenth of the time, most of which pip spends on reading indexes. It does not read pip's settings, so
 # those that say where packages come from are passed on. Where uv has no wheel, or fails, pip installs.

@@ -17,7 +17,7 @@ import time
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from harness import Results, run_models, save, say, sized
+from harness import Results, report_skipped, run_models, save, say, sized
 
 NAME = "offload"
 TIMEOUTS_S = {"tiny": 300.0, "0.5b": 200.0, "1.5b": 240.0, "7b": 400.0}
@@ -61,7 +61,10 @@ def bench_model(name: str, compiled: bool) -> Results:
     num_sequences = NUM_MICRO_BATCHES * MICRO_BATCH_TOKENS // shape.length if name != "tiny" else 4
     batch = make_batch([shape.length] * num_sequences, shape.vocabulary)
     plain_s = plain_norm = plain_bytes = 0.0
-    for label, choice in CHOICES.items():
+    if device.type != "cuda":
+        report_skipped("peak memory", "there is no GPU")
+    for label in sized(list(CHOICES), ["none", "all"]):
+        choice = CHOICES[label]
         started = time.time()
         contender = _Contender(shape, device, choice)
         norm, _, _ = contender.step(batch)  # allocates the moments, and warms up

@@ -1,6 +1,9 @@
 {{/* Refuses combinations of values that cannot work, before anything is installed. */}}
 {{- define "penstock.check" -}}
 {{- $values := .Values -}}
+{{- with include "penstock.unknown" (dict "values" .Values "known" (.Files.Get "files/known-values.json" | fromJson) "path" "") -}}
+{{- fail . -}}
+{{- end -}}
 {{- include "penstock.checkPools" . -}}
 {{- include "penstock.checkRedis" . -}}
 {{- include "penstock.checkQueue" . -}}

@@ -152,6 +152,11 @@ def test_what_kubernetes_and_users_name_is_not_a_mistake() -> None:
                 "by which the controller of traefik speaks HTTPS",
             ),
             (
+                "gateway.tls.enabled=true,gateway.tls.secretName=t,gateway.ingress.enabled=true,"
+                "gateway.ingress.host=a.example.org",
+                "set gateway.ingress.tlsSecretName to a Secret with the certificate of a.example.org",
+            ),
+            (
                 "gateway.tls.enabled=true,gateway.tls.secretName=t,gateway.httpRoute.enabled=true,"
                 "gateway.httpRoute.parentRefs[0].name=edge",
                 "set gateway.httpRoute.caConfigMap",

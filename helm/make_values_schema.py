@@ -1,4 +1,7 @@
-"""Write penstock/values.schema.json: the chart's own values, and `config` with the schema of RunConfig.
+"""Write two files about the chart's own values and `config`, which is RunConfig:
+
+    penstock/values.schema.json         types, which helm checks first
+    penstock/files/known-values.json    the keys; templates/_unknown.tpl refuses others, and names the nearest one
 
     python helm/make_values_schema.py
 
@@ -10,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,9 @@ os.environ["PENSTOCK_DESCRIBE_CONFIG"] = "1"
 
 from penstock.config.run import RunConfig
 
-SCHEMA_FILE = Path(__file__).parent / "penstock" / "values.schema.json"
+CHART = Path(__file__).parent / "penstock"
+SCHEMA_FILE, KEYS_FILE = CHART / "values.schema.json", CHART / "files" / "known-values.json"
+DECIDED = "decided by the chart"
 DECIDED_BY_CHART = {
     "RunConfig": ("run_dir", "cache_dir", "demo"),
     "RedisConfig": ("url", "username", "password_file"),
@@ -205,12 +211,12 @@ def chart_values() -> Schema:
 
 
 def run_config() -> tuple[Schema, dict[str, Schema]]:
-    """The schema of RunConfig without the fields that the chart sets, and the definitions that it refers to."""
+    """The schema of RunConfig, and the definitions that it refers to. Fields that the chart sets are DECIDED."""
     schema = RunConfig.model_json_schema(ref_template="#/$defs/{model}")
     definitions: dict[str, Schema] = schema.pop("$defs")
     for model, fields in DECIDED_BY_CHART.items():
         for field in fields:
-            del (schema if model == "RunConfig" else definitions[model])["properties"][field]
+            (schema if model == "RunConfig" else definitions[model])["properties"][field] = {"const": DECIDED}
     definitions.pop("DemoConfig")
     return take_number_texts(schema), {name: take_number_texts(model) for name, model in definitions.items()}
 
@@ -229,24 +235,64 @@ def take_number_texts(schema: Any) -> Any:
     return {key: take_number_texts(value) for key, value in schema.items()}
 
 
-def list_keys(schema: Any) -> Any:
-    """Let the error about an unknown key list the keys that its section has."""
+def known_keys(schema: Schema, definitions: dict[str, Schema]) -> Any:
+    """The keys of a value and of the values in it. `*` stands for any key, `[]` for the items of a list. None if
+    the schema takes any key, or chooses between several sections and so checks the keys itself."""
+    if schema.get("const") == DECIDED:
+        return DECIDED
+    if "$ref" in schema:
+        return known_keys(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    if found := [keys for part in schema.get("anyOf", ()) if (keys := known_keys(part, definitions)) is not None]:
+        [keys] = found
+        return keys
+    if "items" in schema:
+        keys = known_keys(schema["items"], definitions)
+        return keys and {"[]": keys}
+    for value in (schema.get("additionalProperties"), *schema.get("patternProperties", {}).values()):
+        if isinstance(value, dict):
+            keys = known_keys(value, definitions)
+            return keys and {"*": keys}
+    if schema.get("additionalProperties") is False:
+        return {key: known_keys(value, definitions) for key, value in schema.get("properties", {}).items()}
+    return None
+
+
+def of_types(schema: Any, chosen: set[str]) -> Any:
+    """A schema that takes every key, as the template refuses unknown ones, except in the `chosen` definitions."""
     if isinstance(schema, list):
-        return [list_keys(part) for part in schema]
+        return [of_types(part, chosen) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    listed = {key: list_keys(value) for key, value in schema.items()}
-    if schema.get("additionalProperties") is False and schema.get("properties"):
-        listed["propertyNames"] = {"enum": sorted(schema["properties"])}
-    return listed
+    kept = {key: value for key, value in schema.items() if key != "additionalProperties" or value is not False}
+    properties = {key: value for key, value in kept.get("properties", {}).items() if value.get("const") != DECIDED}
+    made = {
+        key: list_keys(value) if key in chosen else of_types(value, chosen)
+        for key, value in kept.items()
+        if key != "properties"
+    }
+    return made | ({"properties": of_types(properties, chosen)} if "properties" in kept else {})
 
 
-def build() -> str:
+def list_keys(schema: Schema) -> Schema:
+    """Let the error about an unknown key list the keys that its section has."""
+    return schema | {"propertyNames": {"enum": sorted(schema["properties"])}}
+
+
+def build() -> dict[Path, str]:
+    """The files and their texts."""
     schema = chart_values()
     schema["properties"]["config"], definitions = run_config()
+    keys = known_keys(schema, definitions)
+    chosen = {
+        name.rpartition("/")[2]
+        for name in re.findall(r'"oneOf": \[(.+?)\]', json.dumps(definitions))
+        for name in re.findall(r"#/\$defs/\w+", name)
+    }
     whole = {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Values of the penstock chart"}
-    return json.dumps(list_keys(whole | schema | {"$defs": definitions}), indent=1) + "\n"
+    types = of_types(whole | schema | {"$defs": definitions}, chosen)
+    return {SCHEMA_FILE: json.dumps(types, indent=1) + "\n", KEYS_FILE: json.dumps(keys, indent=1) + "\n"}
 
 
 if __name__ == "__main__":
-    SCHEMA_FILE.write_text(build())
+    for file, text in build().items():
+        file.write_text(text)

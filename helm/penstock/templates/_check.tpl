@@ -1,6 +1,9 @@
 {{/* Refuses combinations of values that cannot work, before anything is installed. */}}
 {{- define "penstock.check" -}}
 {{- $values := .Values -}}
+{{- with include "penstock.unknown" (dict "values" .Values "known" (.Files.Get "files/known-values.json" | fromJson) "path" "") -}}
+{{- fail . -}}
+{{- end -}}
 {{- include "penstock.checkPools" . -}}
 {{- include "penstock.checkRedis" . -}}
 {{- include "penstock.checkQueue" . -}}
@@ -84,6 +87,9 @@
 {{- with $values.gateway -}}
 {{- if and .tls.enabled .ingress.enabled .ingress.className (not (contains "nginx" .ingress.className)) (not .ingress.annotations) (not .service.annotations) -}}
 {{- fail (printf "gateway.tls.enabled is true; set gateway.ingress.annotations or gateway.service.annotations to the one by which the controller of %s speaks HTTPS to the gateway" .ingress.className) -}}
+{{- end -}}
+{{- if and .tls.enabled .ingress.enabled (not (or .ingress.tlsSecretName $values.certManager.enabled .ingress.annotations)) -}}
+{{- fail (printf "gateway.tls.enabled is true, and clients would reach the Ingress without TLS; set gateway.ingress.tlsSecretName to a Secret with the certificate of %s, or gateway.ingress.annotations to what makes its controller serve one" .ingress.host) -}}
 {{- end -}}
 {{- if and .tls.enabled .httpRoute.enabled (not .httpRoute.caConfigMap) (not (include "penstock.hasPublicCertificate" $)) -}}
 {{- fail "gateway.tls.enabled is true; set gateway.httpRoute.caConfigMap to a ConfigMap with the ca.crt by which the Gateway checks the gateway's certificate" -}}

@@ -70,9 +70,7 @@ def fetch_model(argv: Sequence[str]) -> int:
     )
     parser.add_argument("target", type=Path, help="folder that then holds the model")
     parser.add_argument("--verify", action="store_true", help="read a folder that is complete already, and compare it")
-    parser.add_argument(
-        "--all-files", action="store_true", help="fetch every file, such as data and rewards"
-    )
+    parser.add_argument("--all-files", action="store_true", help="fetch every file, such as data and rewards")
     parser.add_argument(
         "--timeout", type=float, default=3600.0, metavar="S", help="longest wait for another fetch or a store (3600)"
     )

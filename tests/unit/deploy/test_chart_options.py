@@ -257,7 +257,7 @@ def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
 
 ELSEWHERE = (
     "--set=gateway.tls.enabled=true,gateway.tls.secretName=t,gateway.ingress.enabled=true",
-    "--set=gateway.ingress.host=a.example.org,gateway.ingress.className=traefik",
+    "--set=gateway.ingress.host=a.example.org,gateway.ingress.className=traefik,gateway.ingress.tlsSecretName=mine",
     r"--set=gateway.service.annotations.traefik\.ingress\.kubernetes\.io/service\.serversscheme=https",
 )
 declare(ELSEWHERE)
@@ -267,7 +267,9 @@ def test_a_controller_that_speaks_https_by_an_annotation_of_the_service_gets_it(
     manifests = render(*ELSEWHERE)
     service = one(manifests, "Service", "gateway")["metadata"]
     assert service["annotations"] == {"traefik.ingress.kubernetes.io/service.serversscheme": "https"}
-    assert "annotations" not in one(manifests, "Ingress")["metadata"]
+    ingress = one(manifests, "Ingress")
+    assert "annotations" not in ingress["metadata"]
+    assert ingress["spec"]["tls"] == [{"hosts": ["a.example.org"], "secretName": "mine"}]
 
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0\n"
@@ -400,6 +402,8 @@ def test_a_certificate_of_a_public_authority_names_no_part_of_the_cluster() -> N
     assert one(public, "Certificate")["spec"]["dnsNames"] == ["penstock.example.org"]
     words = one(public, "Pod")["spec"]["containers"][0]["command"]
     assert "--url=https://penstock.example.org" in words, "the certificate does not name the Service"
+    [endpoint] = one(public, "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["tlsConfig"]["serverName"] == "penstock.example.org"
 
 
 def test_the_notes_name_the_scheme_and_the_servers_that_there_are(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from penstock.config.algorithms import GROUP_ADVANTAGES
 from penstock.config.dataset import listed_files
 from penstock.config.learner import LearnerConfig
 from penstock.config.rollout import AgentsConfig, FunctionReward, RewardConfig, SearchTool
@@ -23,6 +24,8 @@ from penstock.hub import is_hub_id, is_model_id
 from penstock.machine import idle_gpus
 from penstock.trajectory import Sampling
 
+TOKENIZERS = ("tokenizer*", "*.model", "*vocab*", "*.tiktoken", "tekken.json")
+"""Files of which a model folder has at least one."""
 CHAT_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 """Where a model folder may have its template, besides `tokenizer_config.json`."""
 
@@ -43,10 +46,17 @@ def check_model(config: RunConfig) -> None:
     _check_model_folder("model.path", config.model.path)
 
 
-def check_chat_template(config: RunConfig) -> None:
-    """Check that the model folder has a chat template, which every row of a dataset needs."""
+def check_tokenizer(config: RunConfig) -> None:
+    """Check that the model folder has a tokenizer, and its chat template, which every row of a dataset needs."""
     dataset, folder = config.dataset, config.model.path
-    if dataset.loader or (dataset.file is None and dataset.validation.file is None):
+    if dataset.file is None and dataset.validation.file is None:
+        return
+    # Without any of these, transformers makes a tokenizer that knows no word.
+    if not any(file for pattern in TOKENIZERS for file in folder.glob(pattern)):
+        raise ConfigError(
+            f"model.path {folder} has no tokenizer; copy the model's tokenizer.json and tokenizer_config.json into it"
+        )
+    if dataset.loader:
         return
     if any((folder / name).exists() for name in CHAT_TEMPLATES):
         return
@@ -134,6 +144,12 @@ def check_lengths(config: RunConfig) -> None:
 def doubts_about(config: RunConfig) -> list[str]:
     """What works but is probably not meant: one line each, with what to do."""
     doubts = [idle] if (idle := idle_gpus()) else []
+    advantage = config.learner.algorithm.advantage.name
+    if config.dataset.file is not None and config.dataset.num_samples == 1 and advantage in GROUP_ADVANTAGES:
+        doubts.append(
+            f"dataset.num_samples is 1, so {advantage} has nothing to compare a response with, and its reward is the "
+            "advantage; raise it, for example to 8"
+        )
     for name, neutral in Sampling().distribution.items():
         value = neutral if name == "temperature" else getattr(config.dataset, name)
         if config.dataset.file is not None and value != neutral:
@@ -172,7 +188,7 @@ def check_first_rows(config: RunConfig) -> None:
 
 RUN_CHECKS: dict[str, Callable[[RunConfig], None]] = {
     "model": check_model,
-    "template": check_chat_template,
+    "tokenizer": check_tokenizer,
     "rewards": lambda config: check_rewards(config.rollout.reward),
     "dataset": check_datasets,
     "rows": check_first_rows,
@@ -184,7 +200,7 @@ RUN_CHECKS: dict[str, Callable[[RunConfig], None]] = {
 def checks_of_hub_files(config: RunConfig) -> set[str]:
     """The names of RUN_CHECKS that look at files which the config names by their Hub ids, and a start fetches first."""
     files = [*listed_files(config.dataset.file), *listed_files(config.dataset.validation.file)]
-    found = {"model"} if is_model_id(config.model.path) else set()
+    found = {"model", "tokenizer"} if is_model_id(config.model.path) else set()
     return found | ({"dataset", "rows"} if any(is_hub_id(entry.file) for entry in files) else set())
 
 

@@ -21,6 +21,8 @@ ADVANTAGE_NAMES = (
 )  # fmt: skip
 COMPARING_ADVANTAGES = ("rloo", "opo", "grpo_passk")
 """Estimators that give a group of one sample the advantage 0."""
+GROUP_ADVANTAGES = ("grpo", "gpg")
+"""Estimators whose only baseline is the group: a group of one sample gets its reward."""
 LOSS_NAMES = (
     "ppo", "gspo", "cispo", "reinforce", "gpg", "geo_mean", "sapo", "clip_cov", "kl_cov", "dppo_tv", "dppo_kl", "dro",
 )  # fmt: skip

@@ -284,6 +284,7 @@ class Feeder:
         self.stream = stream
         self.config = stream.config
         self.fingerprint = stream.fingerprint
+        self._has_waited = False
         self._dead_before: int | None = None
         """Dead letters that are not from this dataset, as far as the counts tell."""
 
@@ -322,8 +323,13 @@ class Feeder:
             await self._watch_dead_letters(position)
             if self.curriculum is not None:
                 await self.curriculum.show_rewards()
-            room = self.config.max_pending - (await self.queue.stat()).pending_prompts
+            num_pending = (await self.queue.stat()).pending_prompts
+            room = self.config.max_pending - num_pending
             if room <= 0:
+                if not self._has_waited:
+                    self._has_waited = True
+                    text = "%d prompts wait and dataset.max_pending is %d: submitting the next ones as they are leased"
+                    logger.info(text, num_pending, self.config.max_pending)
                 return position, False
             position = await self._submit_next(position, min(room, CHUNK_PROMPTS))
         return position, True

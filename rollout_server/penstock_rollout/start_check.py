@@ -13,12 +13,12 @@ from penstock.errors import ConfigError
 from penstock.machine import is_loopback
 from penstock.start_checks import (
     check_agent_packages,
-    check_chat_template,
     check_lengths,
     check_model,
     check_redis,
     check_rewards,
     check_run_folder,
+    check_tokenizer,
 )
 from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.loops import Agents
@@ -40,7 +40,7 @@ def check(config: RunConfig) -> str:
     check_address(config)
     check_redis(config.redis)
     check_model(config)
-    check_chat_template(config)
+    check_tokenizer(config)
     check_rewards(config.rollout.reward)
     agents = config.rollout.agents
     for name, tool in agents.tools.items():

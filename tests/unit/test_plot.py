@@ -94,6 +94,7 @@ def test_runs_are_lines_of_one_picture(
     long, other = figure.axes[0].lines
     assert (list(long.get_xdata()), list(long.get_ydata())) == ([1, 2, 3], [0.1, 0.2, 0.3])
     assert list(other.get_xdata()) == [1]
+    assert [line.get_marker() for line in (long, other)] == ["", "o"], "a line through one point cannot be seen"
     assert figure.axes[0].collections[0].get_offsets().tolist() == [[0, 0.25], [2, 0.5]]
 
     assert main(["plot", "other", "--by", "time", "--output", "one.svg"]) == 0

@@ -187,6 +187,14 @@ def test_nucleus_sampling_in_training_is_doubted(config: Any) -> None:
     assert "dataset.top_k is 50" in doubt
 
 
+def test_a_group_of_one_is_doubted(config: Any) -> None:
+    words = ("--dataset.file", str(DATA), "--dataset.num_samples", "1", "--learner.algorithm.advantage.name")
+    (doubt,) = doubts_about(config(*words, "grpo"))
+    assert doubt.startswith("dataset.num_samples is 1, so grpo has nothing to compare a response with")
+    assert doubts_about(config(*words, "reinforce_plus_plus")) == [], "it compares with the whole batch"
+    assert doubts_about(config("--dataset.num_samples", "1")) == [], "clients choose their own"
+
+
 def test_up_asks_every_process(tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str]) -> None:
     folder = ["--run_dir", str(tmp_path / "runs")]
     loss = ["--learner.algorithm.loss.name", "nobody.has.this:loss"]
@@ -224,6 +232,20 @@ def test_a_dataset_that_servers_would_warn_of_is_doubted(tmp_path: Path, config:
     assert "would be truncated" in doubt
 
 
+def test_a_dataset_without_a_prompt_that_can_be_rendered_is_refused(tmp_path: Path, config: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(config().model.path, model)
+    (model / "chat_template.jinja").write_text("{# nothing #}")
+    file = write_rows(tmp_path / "some.jsonl", {"known": "2+2=", "what": "1+1="})
+    with pytest.raises(
+        ConfigError, match=r"^all of the first 2 prompts of .* would be dead-lettered; the first: messa"
+    ):
+        doubts_about_lengths(
+            config("--model.path", str(model), "--dataset.file", str(file)),
+            first_rows(config("--dataset.file", str(file))),
+        )
+
+
 def test_rows_whose_reward_has_nothing_to_compare_with_are_doubted(tmp_path: Path, config: Any) -> None:
     file = tmp_path / "sums.jsonl"
     file.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 2)
@@ -256,7 +278,7 @@ def test_a_reward_that_fails_on_every_row_is_wrong(
     words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(file), "--dataset.max_tokens", "16"]
     assert cli.main(["up", str(DEMO), "--check", *words, "--rollout.reward.function_file", reward]) == 2
     out, error = capsys.readouterr()
-    assert "reward: wrong (" in out and "dataset: ok (" in out
+    assert "reward: wrong, rollout.reward fails on each of the 1 rows" in out and "dataset: ok (" in out
     assert error.count("\n") == 1 and "fails on each of the 1 rows that were tried" in error
     assert f"row 1 of {file}, data source 'one', failed (exception): KeyError: 'answer'" in error
 
@@ -274,7 +296,7 @@ def test_a_failed_reward_is_one_line_and_a_slow_one_ends_the_check(
     words = ("--dataset.file", str(DATA), "--rollout.reward.function_file", reward_file(tmp_path, text))
     with pytest.raises(ConfigError, match="each of the 4 rows .*ValueError: two lines; and more$"):
         asyncio.run(start_check._call_reward(config(*words)))
-    monkeypatch.setattr(start_check, "CHECK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(start_check, "REWARD_S", 0.0)
     assert asyncio.run(start_check._call_reward(config(*words))) == ("", []), "no row was tried in time"
 
 
@@ -448,11 +470,19 @@ def test_the_first_row_of_a_dataset_is_read(field: str, tmp_path: Path, config: 
         check_before_start(config(*overrides, "answer"))
 
 
-def test_a_dataset_needs_the_model_s_chat_template(tmp_path: Path, config: Any) -> None:
+def test_a_dataset_needs_the_model_s_tokenizer_and_chat_template(tmp_path: Path, config: Any) -> None:
     model = tmp_path / "model"
     shutil.copytree(config().model.path, model)
     overrides = ["--model.path", str(model), "--dataset.file", str(DATA), "--dataset.max_tokens", "8"]
     check_before_start(config(*overrides))
+    tokenizers = {file: file.read_bytes() for file in model.glob("tokenizer*")}
+    for file in tokenizers:
+        file.unlink()
+    for check in (check_before_start, check_rollout):
+        with pytest.raises(ConfigError, match=r"has no tokenizer; copy the model's tokenizer\.json"):
+            check(config(*overrides))
+    for file, content in tokenizers.items():
+        file.write_bytes(content)
     (model / "chat_template.jinja").unlink()
     check_before_start(config("--model.path", str(model)))
     for check in (check_before_start, check_rollout):

@@ -118,6 +118,25 @@ async def test_a_second_ctrl_c_kills_and_what_is_kept_and_lost_is_printed(
     assert kept_line(config, 5) == "kept: checkpoint of step 5; continue with the same command"
 
 
+class FinishedRun(StoppedRun):
+    learner_finished, config_file = True, Path("runs/test/config.yaml")
+
+    async def __aexit__(self, *_: object) -> None: ...
+
+    def start_feed(self) -> None: ...
+
+
+async def test_the_end_says_what_was_kept_and_what_to_do_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "LocalRun", FinishedRun)
+    config = load_config(DEMO, ["--run_dir", str(tmp_path)])
+    (config.folder / "checkpoints" / "term-000001-step-00000009").mkdir(parents=True)
+    assert not await supervise(config), "it was not interrupted"
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("kept: checkpoint of step 9; `penstock export --config runs/test/config.yaml --out DIR`")
+
+
 class StartingRun(StoppedRun):
     """A run whose gateway does not come up, and that gets Ctrl-C twice meanwhile."""
 

@@ -224,7 +224,9 @@ def _draw_panel(axis: Axes, runs: Sequence[RunHistory], panel: Panel, smooth: in
             axis.plot([place / unit_s for place in places], values, **style, alpha=FAINT, linewidth=1)
             drawn += values
         places, values = run.points(panel.metric, panel.by_time)
-        axis.plot([place / unit_s for place in places], smoothed(values, window), **style)
+        # A line through one point cannot be seen.
+        marker = "o" if len(places) == 1 else ""
+        axis.plot([place / unit_s for place in places], smoothed(values, window), **style, marker=marker)
         drawn += values
         if panel.metric == REWARD:
             places, scores = run.score_points(panel.by_time)

@@ -137,7 +137,7 @@ def _draw(run: Run, series: dict[str, dict[str, float]], history: Sequence[float
     rows = [(name, f"{age_s:.1f} s ago", f"{restarts.get(name, 0.0):.0f}") for name, age_s in heartbeats]
     components = plain_table(("component", "heartbeat", "restarts"), rows, title="components")
     ages, scores = series.get("penstock_queue_oldest_age_seconds", {}), series.get("penstock_eval_score", {})
-    numbers = [f"oldest of {queue} {age_s:.1f} s" for queue, age_s in ages.items()]
-    numbers += [f"score of {name!r} {score:.3f}" for name, score in scores.items()]
+    lines = ["  ".join(f"oldest of {queue} {age_s:.1f} s" for queue, age_s in ages.items())]
+    lines += ["scores  " + "  ".join(f"{name} {score:.3f}" for name, score in scores.items())] if scores else []
     rewards = [Text(f"reward {sparkline(history, HISTORY)}", style="green")] if history else []
-    return Group(*run_parts(run), components, Text("  ".join(numbers)), *rewards)
+    return Group(*run_parts(run), components, *map(Text, lines), *rewards)

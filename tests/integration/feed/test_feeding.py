@@ -159,13 +159,18 @@ async def test_a_feeder_goes_on_when_redis_has_lost_its_tail(
     assert await submitted(queue) == [prompt.ground_truth for prompt in feeder.stream.chunk(0, NUM_PROMPTS)]
 
 
-async def test_no_more_than_wanted_wait(tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue) -> None:
+async def test_no_more_than_wanted_wait(
+    tmp_path: Path, redis_process: RedisProcess, queue: RedisReplayQueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "penstock.feed")
     config = make_config(tmp_path, redis_process.url, max_pending=300, epochs=1)
     task = asyncio.create_task(Feeder(queue, PromptStream.read(config)).run())
     wide = RedisReplayQueue(queue.client, "test", config.replay)
     try:
         async with asyncio.timeout(60):
             num_leased = 0
+            while not (waits := [text for text in caplog.messages if "dataset.max_pending" in text]):
+                await asyncio.sleep(0.01)
             while num_leased < NUM_PROMPTS:
                 assert (await queue.stat()).pending_prompts <= 300
                 num_leased += len(await wide.lease("s", 200))
@@ -173,6 +178,7 @@ async def test_no_more_than_wanted_wait(tmp_path: Path, redis_process: RedisProc
             assert await task == NUM_PROMPTS
     finally:
         await end_task(task)
+    assert waits == ["300 prompts wait and dataset.max_pending is 300: submitting the next ones as they are leased"]
 
 
 async def test_other_data_under_the_same_name_is_refused(

@@ -250,7 +250,7 @@ async def test_validations_and_reward_parts_have_curves(page: Any, queue: RedisR
     metrics = {"reward_mean": 0.5, "reward_part/format": 0.75, "lr": 1e-6}
     policy = policies_pb2.Policy(policy_version=41, step=41, metrics=metrics)
     await queue.publish(41, 41, policy.SerializeToString())
-    await page.get_by_role("img", name="validation of math: 2 points, from 0.25 to 0.5").wait_for()
+    await page.get_by_role("img", name="held-out score, dataset math: 2 points, from 0.25 to 0.5").wait_for()
     await page.get_by_role("img", name="reward part format: 1 points, from 0.75 to 0.75").wait_for()
     await page.get_by_role("img", name="learning rate: 1 points, from 1e-6 to 1e-6").wait_for()
     assert await page.get_by_role("img", name="entropy").count() == 0, "no step has it"

@@ -31,7 +31,10 @@ from penstock_tools.local.join import opened, starts_ray_head
 if TYPE_CHECKING:
     from penstock_rollout.rewards.scorer import RewardChoice
 
-CHECK_TIMEOUT_S = 120.0
+CHECK_TIMEOUT_S = 600.0
+"""How long a process may take. One takes seconds, but minutes on a machine that many others use."""
+STILL_S = 15.0
+"""Seconds between two lines that name the parts under way."""
 QUICK_S = 3.0
 """How long a part that imports torch here waits for those that need not."""
 
@@ -98,9 +101,13 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
             dataset = asyncio.create_task(_look_at_dataset(config, started, [server, reward]))
             parts |= {"dataset": dataset, "reward": reward}
         print(f"checking in parallel: {', '.join(parts)}", flush=True)
-        ended = await asyncio.gather(*(_shown(name, part, started) for name, part in parts.items()))
-    if failures := [str(each) for each in ended if isinstance(each, PenstockError)]:
-        raise ConfigError("; ".join(dict.fromkeys(failures)))
+        shown = {asyncio.create_task(_shown(name, part, started)): name for name, part in parts.items()}
+        while pending := (await asyncio.wait(shown, timeout=STILL_S))[1]:
+            print(f"  still checking: {', '.join(name for task, name in shown.items() if task in pending)}", flush=True)
+        ended = [task.result() for task in shown]
+    if failures := [each for each in ended if isinstance(each, PenstockError)]:
+        kind = DeadlineExceeded if all(isinstance(each, DeadlineExceeded) for each in failures) else ConfigError
+        raise kind("; ".join(dict.fromkeys(map(str, failures))))
     found = [*(each for each in ended if not isinstance(each, PenstockError)), _room_for_checkpoints(config)]
     if config.dataset.loader:
         untried = "a check does not call dataset.loader, so neither its rows nor the reward on them were tried"
@@ -112,11 +119,9 @@ async def _shown(name: str, part: asyncio.Task[Found], started: float) -> Found 
     """The result of a part. Prints how it ended."""
     try:
         found: Found | PenstockError = await part
-    except DeadlineExceeded:
-        raise
     except PenstockError as error:
         found = error
-    _print_end(name, "wrong" if isinstance(found, PenstockError) else "ok", started)
+    _print_end(name, f"wrong, {found}" if isinstance(found, PenstockError) else "ok", started)
     return found
 
 
@@ -263,6 +268,8 @@ def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterato
             except InvalidInput as error:
                 refused.append(str(error))
         where = f"of the first {len(prompts)} prompts of {path}"
+        if len(refused) == len(prompts) > 0:
+            raise ConfigError(f"all {where} would be dead-lettered; the first: {refused[0]}")
         if refused:
             yield f"{len(refused)} {where} would be dead-lettered; correct them; the first: {refused[0]}"
         if num_long := sum(length > limit for length in lengths):
@@ -276,6 +283,7 @@ def _long_prompts(config: RunConfig, files: dict[Path, list[Prompt]]) -> Iterato
 
 REWARD_ROWS = 4
 """Rows of each file that the reward is called on."""
+REWARD_S = 120.0
 ONE_TURN: dict[str, Any] = {"num_turns": 2, "tool_rewards": [], "turn_scores": []}
 """What rewards are told of a sample that an agent got with one answer and without tools."""
 
@@ -283,14 +291,14 @@ ONE_TURN: dict[str, Any] = {"num_turns": 2, "tool_rewards": [], "turn_scores": [
 async def _call_reward(config: RunConfig) -> Found:
     """Call the reward on the first rows of each file, with the ground truth and with an empty response. Raises
     ConfigError if it fails on both, on all of the rows of a data source. Remote rewards are not called, and after
-    CHECK_TIMEOUT_S no further rows are tried."""
+    REWARD_S no further rows are tried."""
     from prometheus_client import CollectorRegistry
 
     from penstock.store.notices import Event
     from penstock_rollout.metrics import RolloutMetrics
     from penstock_rollout.rewards.scorer import Scorer
 
-    events, deadline = list[Event](), time.monotonic() + CHECK_TIMEOUT_S
+    events, deadline = list[Event](), time.monotonic() + REWARD_S
     logging.getLogger("penstock_rollout").addHandler(logging.NullHandler())  # the failures are reported here
     reward = config.rollout.reward.model_copy(update={"num_processes": 1})
     scorer = Scorer(reward, RolloutMetrics(CollectorRegistry()), events.append)

@@ -84,6 +84,11 @@ async def supervise(config: RunConfig, host: str = "") -> bool:
             news.print_stopping("; Ctrl-C again kills every process at once")
     if not has_finished:
         display.print(kept_line(config, news.status.step))
+    elif (newest := newest_checkpoint(config)) is not None:
+        display.print(
+            f"kept: checkpoint of step {step_of(newest)}; `penstock export --config {run.config_file} --out DIR` "
+            f"writes it as a model folder, and `penstock plot {config.folder}` draws the run"
+        )
     return signal.SIGINT in received and not has_finished
 
 

@@ -18,12 +18,12 @@ const REWARD_PART = "reward_part/", MAX_PARTS = 8;
 const depths = [];
 let shownSteps = SHOWN_STEPS;
 
-// A curve for each validation dataset, and for each part of the reward.
+// A curve for each score of a validation, and for each part of the reward.
 function validations(scores) {
   const byName = new Map();
   for (const score of scores) byName.set(score.benchmark, [...(byName.get(score.benchmark) ?? []), score]);
   return [...byName].map(([name, points]) =>
-    lineChart(name.replace(/^validation-/, "validation of "), points.map((p) => ({ x: p.number, y: p.score }))));
+    lineChart(name.replace(/^validation-/, "held-out score, dataset "), points.map((p) => ({ x: p.number, y: p.score }))));
 }
 
 function rewardParts(steps) {
@@ -96,7 +96,8 @@ export async function overview(refresh) {
   const chart = ([title, name]) => lineChart(title, history.steps.map((s) => ({ x: s.step, y: s.metrics[name] ?? NaN })));
   const charts = CHARTS.map(chart);
   charts.push(...validations(history.scores ?? []), ...rewardParts(history.steps));
-  charts.push(lineChart("groups ready", depths, (x) => new Date(x).toLocaleTimeString()));
+  const isFinished = run.state === "FINISHED";
+  if (!isFinished) charts.push(lineChart("groups ready", depths, (x) => new Date(x).toLocaleTimeString()));
   const isKnown = ([, name]) => history.steps.some((s) => Number.isFinite(s.metrics[name]));
   charts.push(...MORE_CHARTS.filter(isKnown).map(chart));
   return [
@@ -112,6 +113,6 @@ export async function overview(refresh) {
     run.speed ? h("p", {}, h("b", {}, "Speed: "), run.speed) : null,
     h("div", { class: "charts" }, charts),
     card("Versions by server", servers(run)),
-    h("div", { class: "buttons" }, change(run, refresh)),
+    isFinished ? null : h("div", { class: "buttons" }, change(run, refresh)),
   ];
 }

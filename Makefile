@@ -8,7 +8,7 @@ export PENSTOCK_VENV := $(VENV)
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
-.PHONY: help demo test test-forking test-others test-ordinary demo-ordinary tests-ordinary lint lint-types lint-style unit integration bench bench-against bench-async chaos soak test-long setup setup-dev proto images chart clean
+.PHONY: help demo test test-forking test-others test-ordinary demo-ordinary tests-ordinary lint lint-types lint-style unit integration bench bench-against bench-check bench-async chaos soak test-long setup setup-dev proto images chart clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 16
@@ -95,6 +95,9 @@ bench-async: setup-dev  ## asynchronous against synchronous training (25 minutes
 
 bench-against: setup-dev  ## this tree against another commit, part by part (25 minutes; BASE=<commit>, ARGS="--parts demo")
 	$(VENV)/bin/python bench/against.py $(BASE) $(ARGS)
+
+bench-check: setup-dev  ## every CPU benchmark in short form against the last commit (10 to 20 minutes; BASE=<commit>, ARGS="--parts queue")
+	$(VENV)/bin/python bench/against.py --check $(BASE) $(ARGS)
 
 bench-%: setup-dev
 	$(VENV)/bin/python bench/$*.py $(ARGS)

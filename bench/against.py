@@ -1,8 +1,9 @@
-"""Compares this tree with another commit: gateway, queue, weight push, rollout server and demo are no slower.
+"""Compares this tree with another commit: what runs on a CPU is no slower.
 
     make bench-against BASE=<commit>
     make bench-against BASE=<commit> ARGS="--parts demo"        one part; the figures of the others stay
     make bench-against BASE=<commit> ARGS="--quick --parts queue,weights"
+    make bench-check                                            every part in short form, before a change is done
 
 Both trees run as separate processes, which take turns within each round. The base runs twice in every round, in two
 sets of processes: what one differs from the other is the noise of this machine. A bar is the median of the ratios
@@ -10,6 +11,10 @@ within the rounds, and its goal is 1 less that noise, but at least 2 % and at mo
 the gateway are this tree's for all. A demo is `penstock demo` of each tree, with the demo's config and fewer steps. A
 whole run takes up to 25 minutes, and the machine should do nothing else. Results are written after each part, with the
 commits, the day, and the load of the machine in the minute before the program started.
+
+The short form (`--check`) measures every CPU benchmark, each for a minute or two, writes no results, and has one base:
+the last commit, which is HEAD if files have changed since, else the one before it. It fails if even the upper end of
+the 95 % interval of a ratio is a loss of more than 10 %.
 """
 
 from __future__ import annotations
@@ -21,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ from typing import Any
 import gateway
 from against_parts.driver import Meter, Rates
 from harness import (
+    RESULTS_VARIABLE,
     ROOT,
     SMOKE,
     SMOKE_VARIABLE,
@@ -36,6 +42,7 @@ from harness import (
     Measurement,
     Results,
     end_session,
+    has_changes,
     listening,
     make_parser,
     ratios,
@@ -52,8 +59,10 @@ NAME = "against"
 SMALLEST_LOSS, LARGEST_NOISE = 0.02, 0.10
 """A loss below the first counts as noise. More noise than the second excuses no more."""
 PACKAGES = ("", "learner", "rollout_server", "services", "tools", "bench", "tests")
-DEMO_S = 600.0
-"""How long a demo may take: far longer than one of an old tree on a busy machine."""
+DEMO_S = PROGRAM_S = 600.0
+"""How long a demo or another whole program may take: far longer than one of an old tree on a busy machine."""
+LARGEST_LOSS = 0.10
+"""The short form accepts no larger loss, once it is beyond the spread of the rounds."""
 DEMO = "import sys; from penstock.cli.main import main; sys.exit(main(sys.argv[1:]))"
 NO_REWRITE = "auto-aof-rewrite-percentage 0\n"
 THIS, BASE, AGAIN = "this tree", "base", "base again"
@@ -76,12 +85,18 @@ class Amounts:
     window_tokens: int = 1_000_000
     demo_rounds: int = 3
     demo_steps: int = 30
+    checkpoint_bytes: int = 2**28
+    agents_at_once: int = 8
+    scale: tuple[str, ...] = ("--servers", "20", "--prompts", "20000", "--seconds", "2", "--generate-s", "1")
+    simulate: tuple[str, ...] = ("--settings", "verl")
 
 
 QUICK = Amounts(
     num_rounds=2, requests=128, batches=8, queue_batches=2, queue_sizes=(("1 KB", 1024),), push_bytes=2**24,
-    num_pushes=1, groups_encoded=20, window_tokens=20_000, demo_rounds=1, demo_steps=3,
+    num_pushes=1, groups_encoded=20, window_tokens=20_000, demo_rounds=1, demo_steps=3, checkpoint_bytes=2**24,
+    agents_at_once=2, scale=("--servers", "2", "--prompts", "5000"),
 )  # fmt: skip
+SHORT = replace(Amounts(), num_rounds=5, queue_batches=8, push_bytes=2**27, window_tokens=300_000, demo_steps=8)
 SMALLEST = replace(
     QUICK, num_rounds=1, requests=gateway.CONNECTIONS, queue_batches=1, groups_encoded=2, window_tokens=5_000
 )
@@ -177,9 +192,70 @@ def queue_part(tree: Tree, amounts: Amounts) -> Iterator[Turn]:
 
 @contextlib.contextmanager
 def weights_part(tree: Tree, amounts: Amounts) -> Iterator[Turn]:
-    sizes = {"num_bytes": amounts.push_bytes, "num_pushes": amounts.num_pushes, "num_groups": amounts.groups_encoded}
+    sizes = {"num_bytes": amounts.push_bytes, "num_pushes": amounts.num_pushes}
     with driven(tree, "weights", folder=str(tree.folder), **sizes) as turn:
         yield turn
+
+
+@contextlib.contextmanager
+def codec_part(tree: Tree, amounts: Amounts) -> Iterator[Turn]:
+    with driven(tree, "codec", num_groups=amounts.groups_encoded) as turn:
+        yield turn
+
+
+@contextlib.contextmanager
+def checkpoints_part(tree: Tree, amounts: Amounts) -> Iterator[Turn]:
+    with driven(tree, "checkpoints", folder=str(tree.folder), num_bytes=amounts.checkpoint_bytes) as turn:
+        yield turn
+
+
+@contextlib.contextmanager
+def agents_part(tree: Tree, amounts: Amounts) -> Iterator[Turn]:
+    with (
+        redis_process(tree.folder / "redis", NO_REWRITE) as (_, url),
+        driven(tree, "agents", folder=str(tree.folder), url=url, num_agents=amounts.agents_at_once) as turn,
+    ):
+        yield turn
+
+
+@contextlib.contextmanager
+def program_part(name: str, words: Sequence[str], tree: Tree, rates_of: Callable[[Any], Rates]) -> Iterator[Turn]:
+    """A whole program of the tree, with the sizes of its smoke run unless `words` say otherwise. `rates_of` takes the
+    rates from its results."""
+
+    def turn() -> Rates:
+        options, log = tree.options, tree.folder / "log"
+        options["env"][RESULTS_VARIABLE] = str(tree.folder)
+        command = [sys.executable, f"bench/{name}.py", "--smoke", *words]
+        with log.open("w") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **options)
+            try:
+                code = process.wait(PROGRAM_S)
+            except subprocess.TimeoutExpired:
+                code = 1
+            finally:
+                end_session(process)
+        if code:
+            raise SystemExit(f"{name} of {tree.name} did not end well: {log.read_text()[-2000:]}")
+        return rates_of(json.loads((tree.folder / f"{name}.json").read_text()))
+
+    yield turn
+
+
+def scale_part(tree: Tree, amounts: Amounts) -> contextlib.AbstractContextManager[Turn]:
+    def rates_of(results: Any) -> Rates:
+        costs = {figure["name"]: figure["median"] for figure in results["measurements"] if "CPU of" in figure["name"]}
+        return {f"1 / {name}": 1 / cost for name, cost in costs.items() if cost}
+
+    return program_part("scale", amounts.scale, tree, rates_of)
+
+
+def simulate_part(tree: Tree, amounts: Amounts) -> contextlib.AbstractContextManager[Turn]:
+    def rates_of(results: Any) -> Rates:
+        bars = {f"{bar['name']} (goal {bar['goal']:g})": bar for bar in results["bars"] if bar["value"]}
+        return {name: 1 / bar["value"] if bar["at_most"] else bar["value"] for name, bar in bars.items()}
+
+    return program_part("simulate", amounts.simulate, tree, rates_of)
 
 
 @contextlib.contextmanager
@@ -232,18 +308,23 @@ def run_demo(tree: Tree, num_steps: int) -> tuple[float, float]:
     return ended[0] - started, ended[-1] - ended[0]
 
 
-PARTS = {
-    "gateway": gateway_part, "queue": queue_part, "weights": weights_part, "rollout": rollout_part, "demo": demo_part,
+PARTS: dict[str, Callable[[Tree, Amounts], contextlib.AbstractContextManager[Turn]]] = {
+    "gateway": gateway_part, "queue": queue_part, "weights": weights_part, "rollout": rollout_part, "codec": codec_part,
+    "checkpoints": checkpoints_part, "agents": agents_part, "scale": scale_part, "simulate": simulate_part,
+    "demo": demo_part,
 }  # fmt: skip
+PROGRAMS = ("scale", "simulate", "demo")
+"""Parts that start anew in every round. They have as many rounds as demos, and no round to warm up."""
 SMOKE_PARTS = ("gateway", "queue")
 """What a smoke run measures unless it is told otherwise. The processes of the other parts import torch."""
 
 
 def measure(part: str, code: dict[str, Path], amounts: Amounts, folder: Path) -> Results:
-    """All contenders of a part, in turn. The first round warms up, but not that of the demo, which always starts, nor
-    the only one of a smoke run. There all contenders are the same processes, because their start takes longest."""
+    """All contenders of a part, in turn. The first round warms up, but not that of a whole program, which always
+    starts, nor the only one of a smoke run. There all contenders are the same processes, because their start takes
+    longest."""
     measured: dict[str, dict[str, Measurement]] = {}
-    warms_up = part != "demo" and not SMOKE
+    warms_up = part not in PROGRAMS and not SMOKE
     num_rounds = amounts.num_rounds if warms_up else amounts.demo_rounds - 1
     with contextlib.ExitStack() as stack:
         contenders: dict[str, Turn] = {}
@@ -264,9 +345,15 @@ def measure(part: str, code: dict[str, Path], amounts: Amounts, folder: Path) ->
 
 
 def judge(part: str, measured: dict[str, dict[str, Measurement]]) -> Results:
-    """The ratios to the base, and a bar for each figure: this tree loses no more than the noise."""
+    """The ratios to the base, and a bar for each figure: this tree loses no more than the noise, or, in the short form,
+    which has no second base, no more than LARGEST_LOSS beyond the spread."""
     results = Results()
     for figure, by in measured.items():
+        if AGAIN not in by:
+            ratio = ratios(f"{part}: {figure}: {THIS} / {BASE}", by[THIS], by[BASE])
+            results.measurements.append(ratio)
+            results.bars.append(Bar(ratio.name, ratio.interval[1], 1 - LARGEST_LOSS))
+            continue
         noise = ratios(f"{part}: {figure}: {AGAIN} / {BASE}", by[AGAIN], by[BASE])
         ratio = ratios(f"{part}: {figure}: {THIS} / {BASE}", by[THIS], by[BASE])
         low, high = noise.interval
@@ -292,11 +379,16 @@ def export(commit: str, folder: Path) -> str:
 
 def main() -> int:
     parser = make_parser()
-    parser.add_argument("base", nargs="?", default="HEAD", help="the commit to compare with")
+    parser.add_argument("base", nargs="?", help="the commit to compare with (default: HEAD; see --check)")
     parser.add_argument("--parts", default=",".join(SMOKE_PARTS if SMOKE else PARTS))
     parser.add_argument("--quick", action="store_true", help="small amounts and two rounds, and no results written")
+    parser.add_argument(
+        "--check", action="store_true", help="the short form, against the last commit, and no results written"
+    )
     arguments = parser.parse_args()
-    amounts = SMALLEST if SMOKE else QUICK if arguments.quick else Amounts()
+    amounts = SMALLEST if SMOKE else QUICK if arguments.quick else SHORT if arguments.check else Amounts()
+    if not arguments.base:
+        arguments.base = "HEAD~1" if arguments.check and not has_changes() else "HEAD"
     load = f"{os.getloadavg()[0]:.1f}"
     parts = arguments.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
@@ -311,10 +403,13 @@ def main() -> int:
         folder = Path(name)
         base, where = ("", ROOT) if SMOKE else (export(arguments.base, folder / "base"), folder / "base")
         code = {BASE: where, AGAIN: where, THIS: ROOT}
+        if arguments.check:
+            del code[AGAIN]
         for part in parts:
             results = measure(part, code, amounts, folder)
-            if arguments.quick:
-                is_met &= report(NAME, f"{part}, quickly", results.measurements, results.bars, keep=False)
+            if arguments.quick or arguments.check:
+                title = f"{part}: this tree and {base[:12]}"
+                is_met &= report(NAME, title, results.measurements, results.bars, keep=False)
             else:
                 is_met = record_part(NAME, f"this tree and {base[:12]}", part, results, base=base[:12], load=load)
     return 0 if is_met else 1

@@ -176,23 +176,34 @@ def earlier(name: str, parts: Sequence[str]) -> Results:
     )
 
 
+def results_file(name: str) -> Path:
+    """Where the results of this kind of machine are: NAME.json, or NAME.KIND.json if that has those of another kind."""
+    path, kind = results_folder() / f"{name}.json", platform.machine()
+    if path.exists() and not json.loads(path.read_text())["machine"].startswith(f"{kind},"):
+        return path.with_name(f"{name}.{kind}.json")
+    return path
+
+
 def saved(name: str) -> dict[str, Any]:
-    """What results/NAME.json says. Empty if it is not there."""
-    path = results_folder() / f"{name}.json"
+    """What the results of this kind of machine say. Empty if there are none."""
+    path = results_file(name)
     return dict(json.loads(path.read_text())) if path.exists() else {}
+
+
+def _git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
+
+
+def has_changes() -> bool:
+    """Whether the code differs from HEAD. What a benchmark before this may have written does not count."""
+    records = [f":!{path}" for path in ("bench/results", "docs/benchmarks.md")]
+    return bool(_git("diff", "--quiet", "HEAD", "--", ".", *records).returncode)
 
 
 def provenance() -> dict[str, str]:
     """What the figures were measured on: the commit, with `+changes` if the code had any, the day and the machine."""
-
-    def git(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
-
-    commit = git("rev-parse", "--short=12", "HEAD").stdout.strip()
-    records = [
-        f":!{path}" for path in ("bench/results", "docs/benchmarks.md")
-    ]  # a benchmark before this may write them
-    changes = "+changes" if commit and git("diff", "--quiet", "HEAD", "--", ".", *records).returncode else ""
+    commit = _git("rev-parse", "--short=12", "HEAD").stdout.strip()
+    changes = "+changes" if commit and has_changes() else ""
     return {
         "commit": os.environ.get("PENSTOCK_BENCH_COMMIT") or commit + changes or "unknown",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -206,10 +217,9 @@ def results_folder() -> Path:
 
 
 def write_results(name: str, result: Mapping[str, Any]) -> None:
-    """Write NAME.json with its provenance, if there is a folder for it."""
+    """Write the results of this kind of machine with their provenance, if there is a folder for them."""
     if results_folder().is_dir():
-        path = results_folder() / f"{name}.json"
-        path.write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
+        results_file(name).write_text(json.dumps(provenance() | dict(result), indent=1) + "\n")
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -120,17 +120,20 @@ def build() -> str:
 
 def _section(name: str) -> str:
     title, command, what = BENCHES[name]
-    results = json.loads((RESULTS / f"{name}.json").read_text())
-    bars = _merged(results["bars"])
-    common = {bar["name"].rpartition(": ")[2] for bar in bars}
-    compared = common.pop() if len(common) == 1 < len(bars) else ""
-    rows = [_row(bar, compared) for bar in bars]
+    files = [RESULTS / f"{name}.json", *sorted(RESULTS.glob(f"{name}.*.json"))]
+    measured = [json.loads(file.read_text()) for file in files]
+    kinds = [results["machine"].partition(",")[0] for results in measured]
+    bars = [{(bar["name"], bar["goal"]): bar for bar in results["bars"]} for results in measured]
+    shown = dict.fromkeys((bar["name"], bar["goal"]) for results in measured for bar in _merged(results["bars"]))
+    common = {name.rpartition(": ")[2] for name, _ in shown}
+    compared = common.pop() if len(common) == 1 < len(shown) else ""
+    rows = [_row([of_kind.get(bar) for of_kind in bars], compared) for bar in shown]
     return "\n".join(
         [
             f"## {title}",
-            f"`{command}`: {what} ({_provenance(results)}).\n",
-            f"| {compared}".rstrip() + " | measured | goal |",
-            "|---|---|---|",
+            f"`{command}`: {what} ({'; '.join(map(_provenance, measured))}).\n",
+            f"| {compared}".rstrip() + f" | {'measured' if len(kinds) == 1 else ' | '.join(kinds)} | goal |",
+            "|---" * (len(kinds) + 2) + "|",
             *rows,
             "",
         ]
@@ -163,11 +166,13 @@ def _merged(bars: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(bar: dict[str, Any], compared: str) -> str:
-    """A line of the table. `compared` ends the names of all its lines, and is in its head instead."""
-    sign, judged = "≤" if bar.get("at_most") else "≥", "" if bar["ok"] else ", **not met**"
-    name = bar["name"].removesuffix(f": {compared}")
-    return f"| {name} | {_number(bar['value'])}{judged} | {sign} {_number(bar['goal'])} |"
+def _row(bars: list[dict[str, Any] | None], compared: str) -> str:
+    """A line of the table: one bar on each kind of machine. `compared` ends the names of all lines, and is in the
+    table's head instead."""
+    bar = next(filter(None, bars))
+    name, sign = bar["name"].removesuffix(f": {compared}"), "≤" if bar.get("at_most") else "≥"
+    cells = ("–" if of is None else _number(of["value"]) + ", **not met**" * (not of["ok"]) for of in bars)
+    return f"| {name} | {' | '.join(cells)} | {sign} {_number(bar['goal'])} |"
 
 
 def _number(value: float) -> str:

@@ -8,6 +8,7 @@ too, so it uses only names that both trees have.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -85,22 +86,18 @@ class Queue:
 
 
 class Weights:
-    """A push by each transport, the packing of a version into buckets, and the codec of groups."""
+    """A push by each transport, and the packing of a version into buckets."""
 
-    def __init__(self, folder: str, num_bytes: int, num_pushes: int, num_groups: int) -> None:
+    def __init__(self, folder: str, num_bytes: int, num_pushes: int) -> None:
         import torch
 
-        import codec
         import weights
 
         torch.set_num_threads(1)
-        self.num_pushes, self.num_groups = num_pushes, num_groups
+        self.num_pushes = num_pushes
         self.mb = num_bytes / 2**20
         tensors = weights.make_weights(num_bytes)
         self.pushers = {name: weights.Pusher(Path(folder) / name, name, 1, tensors) for name in ("shm", "gloo")}
-        self.codec: Any = codec
-        self.group = codec.make_group()
-        self.frame = self.codec.encode_group(self.group)
 
     def measure(self) -> Iterator[Rates]:
         us = {"the learner": os.getpid()}
@@ -110,13 +107,102 @@ class Weights:
         pusher.version += 1
         yield Meter("MB", us).measure("packing", self.mb, pusher._stage)
         pusher.publisher.push(pusher.version, pusher.targets)
-        groups, count = Meter("groups", us), self.num_groups
-        yield groups.measure("encode", count, repeat, count, self.codec.encode_group, self.group)
-        yield groups.measure("decode", count, repeat, count, self.codec.decode_group, self.frame)
 
     def close(self) -> None:
         for pusher in self.pushers.values():
             pusher.stop()
+
+
+class Codec:
+    """Encoding and decoding of a group."""
+
+    def __init__(self, num_groups: int) -> None:
+        import codec
+
+        self.codec: Any = codec
+        self.num_groups = num_groups
+        self.group = codec.make_group()
+        self.frame = self.codec.encode_group(self.group)
+
+    def measure(self) -> Iterator[Rates]:
+        groups, count = Meter("groups", {"the process": os.getpid()}), self.num_groups
+        yield groups.measure("encode", count, repeat, count, self.codec.encode_group, self.group)
+        yield groups.measure("decode", count, repeat, count, self.codec.decode_group, self.frame)
+
+    def close(self) -> None:
+        pass
+
+
+class Checkpoints:
+    """Writing a checkpoint with its checksums, and verifying and loading it."""
+
+    def __init__(self, folder: str, num_bytes: int) -> None:
+        import warnings
+
+        import torch
+
+        import checkpoints
+
+        warnings.simplefilter("ignore", UserWarning)  # DCP warns that one process saves and loads, and overwrites
+        torch.set_num_threads(1)
+        self.checkpoints: Any = checkpoints
+        self.folder, self.mb = Path(folder) / "shards", num_bytes / 2**20
+        self.state = {"model": {f"layer.{index}": torch.randn(num_bytes // 64) for index in range(16)}}
+        self.records: Any = {}
+
+    def measure(self) -> Iterator[Rates]:
+        meter = Meter("MB", {"the rank": os.getpid()})
+        yield meter.measure("save", self.mb, self._save)
+        yield meter.measure(
+            "verify and load", self.mb, self.checkpoints.verify_and_load, self.folder, self.records, self.state
+        )
+
+    def _save(self) -> None:
+        writer = self.checkpoints.HashingWriter(self.folder)
+        self.checkpoints.write(self.state, writer)
+        self.records = writer.records
+
+    def close(self) -> None:
+        pass
+
+
+class Agents:
+    """Calls of agents with and without a session, through a gateway to servers that take no time."""
+
+    def __init__(self, folder: str, url: str, num_agents: int) -> None:
+        self.runner = asyncio.Runner()
+        self.num_agents = num_agents
+        self.stack = contextlib.AsyncExitStack()
+        self.bench = self.runner.run(self._open(Path(folder), url))
+
+    async def _open(self, folder: Path, url: str) -> Any:
+        import agents
+        from penstock.store.redis_client import connect
+        from support.scripted_engines import make_tokenizer_folder, serving
+
+        make_tokenizer_folder(folder)
+        for name in ("key", "cluster-key"):
+            (folder / name).write_text(agents.KEY)
+        engines = {f"r{number}": agents.CachingEngine(token_s=0.0) for number in range(agents.NUM_SERVERS)}
+        config, process = self.stack.enter_context(agents.gateway(folder, url, sticky=True))
+        client = connect(config.redis)
+        self.stack.push_async_callback(client.aclose)
+        await self.stack.enter_async_context(serving(config, client, folder, engines, heartbeats=True))
+        bench = agents.Bench(f"http://127.0.0.1:{config.gateway.port}", engines, process)
+        self.stack.push_async_callback(bench.http.aclose)
+        return bench
+
+    def measure(self) -> Iterator[Rates]:
+        meter = Meter("calls", {"the gateway": self.bench.gateway.pid})
+        for name, with_session in (("without a session", False), ("with a session", True)):
+            yield meter.measure(name, self.num_agents * 5, self.runner.run, self._talk(with_session))
+
+    async def _talk(self, with_session: bool) -> None:
+        await asyncio.gather(*(self.bench.talk(5, with_session=with_session) for _ in range(self.num_agents)))
+
+    def close(self) -> None:
+        self.runner.run(self.stack.aclose())
+        self.runner.close()
 
 
 class InstantEngine:
@@ -170,7 +256,10 @@ class Rollout:
         self.clients.close()
 
 
-PARTS: dict[str, Callable[..., Any]] = {"queue": Queue, "weights": Weights, "rollout": Rollout}
+PARTS: dict[str, Callable[..., Any]] = {
+    "queue": Queue, "weights": Weights, "rollout": Rollout, "codec": Codec, "checkpoints": Checkpoints,
+    "agents": Agents,
+}  # fmt: skip
 
 
 def main() -> None:

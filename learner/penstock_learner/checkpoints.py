@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 64 * 2**20
-READ_BYTES = 2**20
-"""What is read or written at once. It is hashed while it is in the processor's cache."""
+READ_BYTES = 2**18
+"""What is read or written at once. It is hashed while it is in the processor's second-level cache."""
 _VERIFY_THREADS = 8
 
 

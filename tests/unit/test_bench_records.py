@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,32 @@ def test_a_demo_that_hangs_is_ended_and_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(against, "DEMO_S", 1.0)
     with pytest.raises(SystemExit, match="the demo of base took longer than 1 s"):
         against.run_demo(against.Tree("base", BENCH.parent, tmp_path), 1)
+
+
+def test_the_short_form_refuses_a_loss_beyond_the_spread(harness: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    import against
+
+    def is_met(*rates: float) -> bool:
+        measured = {against.BASE: [100.0] * len(rates), against.THIS: list(rates)}
+        by = {name: harness.Measurement(name, "", values) for name, values in measured.items()}
+        (bar,) = against.judge("queue", {"groups/s": by}).bars
+        return bool(bar.ok)
+
+    assert is_met(93, 92, 94, 91, 93) and is_met(60, 95, 70, 101, 80), "a small loss, and one within the spread"
+    assert not is_met(88, 87, 89, 86, 88)
+
+
+def test_each_kind_of_machine_has_its_results_and_its_column(
+    harness: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for kind, ratio in (("x86_64", 0.8), ("aarch64", 0.7), ("x86_64", 0.9)):
+        monkeypatch.setattr("platform.machine", lambda kind=kind: kind)
+        monkeypatch.setenv("PENSTOCK_BENCH_COMMIT", f"c{ratio}")
+        harness.report("codec", "a title", [], [harness.Bar("encode, ours / JSON", ratio, 0.75)])
+    assert {path.name for path in tmp_path.iterdir()} == {"codec.json", "codec.aarch64.json"}
+    pages = runpy.run_path(str(BENCH.parent / "docs" / "make_benchmarks.py"))
+    pages["_section"].__globals__["RESULTS"] = tmp_path
+    page = pages["_section"]("codec")
+    assert "`c0.9`" in page and "`c0.7`" in page and "| x86_64 | aarch64 | goal |" in page
+    assert "| encode, ours / JSON | 0.9 | 0.7, **not met** | ≥ 0.75 |" in page

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from penstock.cli import main as cli
-from penstock.config.loading import load_config
+from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, InvalidInput
+from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput
 from penstock.machine import DiskSpace
 from penstock.start_checks import check_rewards, doubts_about, make_run_folder
 from penstock_learner.start_check import check as check_learner
@@ -204,11 +204,32 @@ def test_up_asks_every_process(tmp_path: Path, config: Any, capsys: pytest.Captu
     assert "rollout.host 0.0.0.0 is reachable by others" in error
 
 
-async def test_up_repeats_what_a_process_says_of_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """test_chart_processes.py sees that the real commands say it in this form."""
-    (tmp_path / "a_process.py").write_text("print('run.yaml: ok (learner, 2 ranks (FSDP))')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert await start_check._check_process("a_process", tmp_path / "run.yaml") == ("learner, 2 ranks (FSDP)", [])
+async def found_in_process(file: Path, *names: str) -> list[Any]:
+    parts = {name: asyncio.get_running_loop().create_future() for name in names}
+    await start_check._check_in_process(file, parts)
+    return await asyncio.gather(*parts.values(), return_exceptions=True)
+
+
+async def test_heavy_checks_share_a_process_and_none_hides_the_others(config: Any, tmp_path: Path) -> None:
+    """The code of agents, which comes last, may even end the process."""
+    loops = tmp_path / "loops.py"
+    loops.write_text("import sys\nsys.exit('the end')\n")
+    file, words = tmp_path / "run.yaml", ["--dataset.file", str(DATA), "--dataset.max_tokens", "16"]
+    words += ["--rollout.prompt.max_tokens", "2", "--rollout.agents.custom", f"{{own: '{loops}:Own'}}"]
+    words += ["--learner.algorithm.loss.name", "no.such:loss"]
+    file.write_text(dump_config(config(*words)))
+    learner, dataset, server = await found_in_process(file, "learner", "dataset", "rollout server")
+    assert isinstance(learner, ConfigError) and "there is no module no" in str(learner)
+    assert dataset[0] == "" and "have more than 2 tokens" in dataset[1][0]
+    assert isinstance(server, ConfigError) and str(server).endswith("ended early: the end")
+
+
+async def test_a_check_that_hangs_is_ended(config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(dump_config(config()))
+    monkeypatch.setattr(start_check, "CHECK_TIMEOUT_S", 0.0)
+    (learner,) = await found_in_process(file, "learner")
+    assert isinstance(learner, DeadlineExceeded) and "the check of learner did not end in 0 s" in str(learner)
 
 
 def doubts_about_dataset(config: RunConfig) -> list[str]:
@@ -260,7 +281,7 @@ def test_rows_whose_reward_has_nothing_to_compare_with_are_doubted(tmp_path: Pat
 def test_up_says_what_servers_would_warn_of(
     tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
+    monkeypatch.setattr(start_check, "_check_in_process", _nothing_wrong)
     file = write_rows(tmp_path / "some.jsonl", {"what": "1+1="})
     words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(file), "--dataset.max_tokens", "16"]
     words += NO_FUNCTION
@@ -272,7 +293,7 @@ def test_a_reward_that_fails_on_every_row_is_wrong(
     tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The learner and the server find nothing wrong with it: the function can be imported."""
-    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
+    monkeypatch.setattr(start_check, "_check_in_process", _nothing_wrong)
     file = write_rows(tmp_path / "some.jsonl", {"one": "1+1=", "two": "2+2="})
     reward = reward_file(tmp_path, "def compute_score(extra_info, **_): return extra_info['answer']")
     words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(file), "--dataset.max_tokens", "16"]
@@ -306,11 +327,11 @@ def test_the_address_for_other_machines_is_checked(
     """The head of Ray at this address is not up yet, so the learner does not look for it."""
     asked = list[tuple[str, ...]]()
 
-    async def ask(module: str, file: Path, *words: str) -> tuple[str, list[str]]:
+    async def ask(file: Path, parts: Any, *words: str) -> None:
         asked.append((load_config(file).learner.ray_address, *words))
-        return module, []
+        await _nothing_wrong(file, parts)
 
-    monkeypatch.setattr(start_check, "_check_process", ask)
+    monkeypatch.setattr(start_check, "_check_in_process", ask)
     words = ["up", str(DEMO), "--check", "--run_dir", str(tmp_path / "runs"), "--rollout.num_servers", "0"]
     assert cli.main([*words, "--host", "192.0.2.77"]) == 2
     assert "--host 192.0.2.77 is not an address of this machine" in capsys.readouterr().err
@@ -322,7 +343,7 @@ def test_the_address_for_other_machines_is_checked(
 def test_the_rows_of_a_loader_are_not_tried_and_up_says_so(
     tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
+    monkeypatch.setattr(start_check, "_check_in_process", _nothing_wrong)
     (tmp_path / "loader.py").write_text("def rows(files): raise AssertionError\n")
     words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(DATA), "--dataset.max_tokens", "16"]
     assert cli.main(["up", str(DEMO), "--check", *words, "--dataset.loader", f"{tmp_path}/loader.py:rows"]) == 0
@@ -334,7 +355,7 @@ def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(
     tmp_path: Path, config: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A function that fails for an empty response only is not wrong."""
-    monkeypatch.setattr(start_check, "_check_process", _nothing_wrong)
+    monkeypatch.setattr(start_check, "_check_in_process", _nothing_wrong)
     file = write_rows(tmp_path / "some.jsonl", {"one": "1+1="})
     reward = reward_file(tmp_path, "def compute_score(solution_str, **_): return float(solution_str)")
     words = ["--run_dir", str(tmp_path / "runs"), "--dataset.file", str(file), "--dataset.max_tokens", "16"]
@@ -343,7 +364,10 @@ def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(
     assert progress[:2] == [
         "checking the config, its files and ports", "checking in parallel: rollout server, learner, dataset, reward",
     ]  # fmt: skip
-    assert "penstock_rollout asked; penstock_learner asked; up to 1,000 rows of some.jsonl; the reward on 1 row" in last
+    checked = (
+        "rollout server rollout-0, engine vllm; learner asked; up to 1,000 rows of some.jsonl; the reward on 1 row"
+    )
+    assert checked in last
     assert "; a checkpoint takes about" in last
     num_bytes = 12 * find_shape(str(DEMO.with_name("model"))).num_parameters
     assert f"about {num_bytes / 1e6:.3g} MB" in last, "each parameter with its two moments"
@@ -356,26 +380,27 @@ def test_a_disk_without_room_for_the_checkpoints_is_doubted(config: Any, monkeyp
     assert text.endswith("and 10 MB of disk are free") and "keep 2 needs room for 3: free space" in doubt
 
 
-def test_what_needs_neither_torch_nor_transformers_is_checked_before_their_import(tmp_path: Path) -> None:
-    """Also by the check of a rollout server, whose process is a part of the check of `up`."""
+def test_up_itself_checks_without_torch_and_transformers(tmp_path: Path) -> None:
     program = """
-import sys
-from pathlib import Path
+import asyncio, sys
 from penstock.cli.main import main
-from penstock.config.loading import load_config
-from penstock_rollout.start_check import check
 from penstock_tools.local import start_check
 
-async def ask(module, *_):
-    return module, []
+printed, is_quick_done = start_check._print_end, asyncio.Event()
+left = {"learner, all but its model", "dataset, all but the lengths of prompts", "rollout server", "reward"}
 
-def tokenize(config, files):
-    print("then imported:", *({"torch", "transformers", "vllm", "ray"} & set(sys.modules)))
-    return []
+def print_end(name, *words):
+    printed(name, *words)
+    left.discard(name)
+    left or is_quick_done.set()
 
-words = ["--run_dir", sys.argv[3], "--redis.url", "redis://127.0.0.1:1", "--rollout.engine.name", "torch"]
-check(load_config(Path(sys.argv[1]), words))
-start_check._check_process, start_check.doubts_about_lengths, start_check.QUICK_S = ask, tokenize, 60.0
+async def answer(_, parts):
+    await is_quick_done.wait()
+    print("imported:", *({"torch", "transformers", "vllm", "ray"} & set(sys.modules)))
+    for part in parts.values():
+        part.set_result(("", []))
+
+start_check._print_end, start_check._check_in_process = print_end, answer
 data = ["--dataset.file", sys.argv[2], "--dataset.max_tokens", "16"]
 sys.exit(main(["up", sys.argv[1], "--check", "--run_dir", sys.argv[3], *data]))
 """
@@ -383,12 +408,12 @@ sys.exit(main(["up", sys.argv[1], "--check", "--run_dir", sys.argv[3], *data]))
     done = subprocess.run(words, cwd=DEMO.parents[2], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     lines = [line.strip().partition(": ok (")[0] for line in done.stdout.splitlines()]
-    quick = ("learner, all but its model", "dataset, all but the lengths of prompts", "rollout server", "reward")
-    assert max(map(lines.index, quick)) < lines.index("then imported:") < lines.index("dataset")
+    assert lines.index("imported:") < min(lines.index("learner"), lines.index("dataset"))
 
 
-async def _nothing_wrong(module: str, _: Path) -> tuple[str, list[str]]:
-    return f"{module} asked", []
+async def _nothing_wrong(_: Path, parts: dict[str, asyncio.Future[tuple[str, list[str]]]]) -> None:
+    for name, part in parts.items():
+        part.set_result((f"{name} asked", []))
 
 
 def write_rows(file: Path, prompts: dict[str, str]) -> Path:

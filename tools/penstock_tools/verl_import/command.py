@@ -160,7 +160,7 @@ def _read(words: list[str]) -> tuple[str, HydraConfig]:
     if not words:
         raise ConfigError("give a script, a YAML file, or the words of a verl command")
     path = Path(words[0])
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in (".yaml", ".yml") and "=" not in words[0]:
         return _from_yaml(path, words[1:])
     if "=" not in words[0] and path.is_file():
         return _from_script(path, words[1:])

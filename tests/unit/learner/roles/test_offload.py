@@ -1,4 +1,4 @@
-"""Frozen roles whose weights are in host memory."""
+"""Roles whose state is in host memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.tensor import DTensor
 
 from penstock.config.learner import LearnerConfig
@@ -39,6 +40,21 @@ async def test_offloaded_models_give_the_same_numbers_with_one_rank(tiny_models:
             [(result.rewards.tolist(), result.by_name()["kl_reference"], result.update.loss) for result in results]
         )
     assert found[0] == found[1] and found[0][1][1] != 0
+
+
+async def test_an_offloaded_policy_takes_and_pushes_the_same_steps(tiny_models: dict[str, Path]) -> None:
+    found = []
+    for offload in ("none", "weights", "all"):
+        step = make_step(tiny_models, lr=1e-2, offload=offload)
+        results = [await step.run(groups_of("a", "b"), number, Term()) for number in (1, 2)]
+        policy: Any = step.roles["policy"]
+        pushed = {name: weight.clone() for name, weight in policy.rank.pushed.gathered()}
+        found.append(([(each.update.loss, each.update.grad_norm) for each in results], pushed))
+    (losses, weights), *others = found
+    assert losses[0] != losses[1]
+    for other_losses, other_weights in others:
+        assert other_losses == losses and weights.keys() == other_weights.keys()
+        assert all(torch.equal(weight, other_weights[name]) for name, weight in weights.items())
 
 
 def test_quantized_weights_are_not_offloaded(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:

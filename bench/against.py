@@ -314,7 +314,7 @@ PARTS: dict[str, Callable[[Tree, Amounts], contextlib.AbstractContextManager[Tur
     "demo": demo_part,
 }  # fmt: skip
 PROGRAMS = ("scale", "simulate", "demo")
-"""Parts that start anew in every round. They have as many rounds as demos, and no round to warm up."""
+"""Parts that start again in every round. They have as many rounds as demos, and no round to warm up."""
 SMOKE_PARTS = ("gateway", "queue")
 """What a smoke run measures unless it is told otherwise. The processes of the other parts import torch."""
 

@@ -210,7 +210,7 @@ async def _check_in_process(config_file: Path, parts: Mapping[str, asyncio.Futur
                 else:
                     parts[name].set_result((found, doubts))
             last = (await errors).decode(errors="replace").strip().splitlines()[-1:]
-        left = ConfigError(f"the check of {{}} ended early: {''.join(last) or 'its process said nothing'}")
+        left = ConfigError(f"the check of {{}} ended early: {''.join(last) or 'its process printed nothing'}")
     except TimeoutError:
         left = DeadlineExceeded(
             f"the check of {{}} did not end in {CHECK_TIMEOUT_S:.0f} s; try again when this machine is less busy"

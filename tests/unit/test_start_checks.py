@@ -43,6 +43,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`config("--a.b", "1")` is the demo's config with overrides. Its run folder is not there, and must not be made."""
     monkeypatch.chdir(DEMO.parents[2])
     monkeypatch.setattr("penstock.start_checks.idle_gpus", str)  # this machine may have some
+    monkeypatch.setattr(start_check, "CHECK_TIMEOUT_S", 900.0)  # and it may be busy
 
     def make(*overrides: str) -> RunConfig:
         common = ("--run_dir", str(tmp_path / "runs"), "--redis.url", "redis://127.0.0.1:1")

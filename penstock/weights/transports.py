@@ -406,6 +406,10 @@ class Deadline:
         """Seconds left, at least 1 ms: the value is handed on as a timeout, which must be positive."""
         return max(self._ends_at - time.monotonic(), 0.001)
 
+    def half(self) -> Deadline:
+        """A deadline for a wait that must leave time for what follows it: half of the time that is left."""
+        return Deadline(self.remaining_s / 2, self._activity, self._aborted)
+
     def check(self) -> None:
         """Raise WeightPushFailed if the work was aborted or its time is up."""
         if self._aborted.is_set():

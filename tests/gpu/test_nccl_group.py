@@ -248,6 +248,25 @@ def test_a_stage_that_is_aborted_ends_soon_and_leaves_the_group(nccl: NcclStandI
     assert "has left the NCCL group" in again.failure
 
 
+def test_a_member_waits_for_the_others_no_longer_than_leaves_time_for_its_commit(
+    nccl: NcclStandIn, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A member may be stopped after the publisher's barrier has ended, and before that of the others. The commit that
+    follows has the same deadline."""
+    waits: dict[int, list[float]] = {}
+    wait = NcclGroup.wait
+
+    def watched(group: NcclGroup, event: int, deadline: Deadline) -> None:
+        waits.setdefault(group._rank, []).append(deadline.remaining_s)
+        wait(group, event, deadline)
+
+    monkeypatch.setattr(NcclGroup, "wait", watched)
+    push(NcclSender(CPU), staged_version(1), [target("a"), target("b")])
+    for rank in (1, 2):
+        *buckets, barrier = waits[rank]
+        assert buckets and barrier <= DEADLINE_S / 2 < buckets[0]
+
+
 def test_a_member_leaves_the_group_if_another_one_does_not_enter_the_barrier(
     nccl: NcclStandIn, memory: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -581,7 +581,7 @@ def _broadcasts(joined: _Joined, reception: Reception) -> Iterator[Arrived]:
         yield oldest()
     try:
         if barrier is not None:
-            group.wait(barrier, deadline)
+            group.wait(barrier, deadline.half())  # the commit that follows has the same deadline
             return
     except WeightPushFailed as error:  # not a failure of this rank, which has every bucket
         logger.warning("another member did not end the push: %s", error)

@@ -59,6 +59,10 @@ def test_a_file_is_overwritten_only_by_force(tmp_path: Path, capsys: pytest.Capt
         ((), "--model is missing"),
         (("--model", "nowhere"), "model.path nowhere is not a model folder"),
         (("--model", f"{EXAMPLE}/model", "--data", "nowhere.parquet"), "dataset nowhere.parquet does not exist"),
+        (
+            ("--model", f"{EXAMPLE}/model", "--reward", "gsmk8"),
+            "neither a file nor a built-in reward; did you mean gsm8k?",
+        ),
         (("--model", f"{EXAMPLE}/model", "--reward", f"{EXAMPLE}/make_data.py"), "does not define compute_score"),
         (("--model", f"{EXAMPLE}/model", "--gpus", "2", "--placement", "standalone"), "needs 3 GPUs"),
         (("--model", f"{EXAMPLE}/model", "--run", "No Name"), "run: "),

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from penstock.cli.parser import Parser, interruptible, whole_number
+from penstock.cli.parser import Parser, did_you_mean, interruptible, whole_number
 from penstock.config.loading import read_config
 from penstock.errors import ConfigError
 from penstock.machine import visible_gpus
@@ -213,9 +213,12 @@ _ABSENT = {
 
 
 def starter_config(answers: Answers, file: str) -> str:
-    """The text of the YAML file. Raises ConfigError if the GPUs do not suffice for the placement."""
+    """The text of the YAML file. Raises ConfigError if the GPUs do not suffice for the placement, or if a built-in
+    reward is misspelled."""
     comments = {**_COMMENTS, "algorithm": answers.algorithm}
     if answers.reward not in BUILT_IN_REWARDS:
+        if (hint := did_you_mean(answers.reward, BUILT_IN_REWARDS)) and not Path(answers.reward).exists():
+            raise ConfigError(f"--reward {answers.reward} is neither a file nor a built-in reward; {hint}")
         comments["reward"] = "it defines compute_score"
     return "\n".join([_HEAD.format(file=file), *_lines(starter_fields(answers), comments)]) + "\n"
 

@@ -30,7 +30,10 @@ The learner takes one of two paths, by the architecture in `config.json`:
 | padded | every other causal model that Hugging Face can load | Hugging Face's own forward of right-padded rows |
 
 The padded path is slower, holds the logits of a micro-batch in memory, and cannot use `learner.sequence_parallel`. The
-log names the reason if a model takes it.
+log names the reason.
+
+Recurrent layers (gated delta nets, Mamba-2, short convolutions, RG-LRU) are packed too, without
+`learner.sequence_parallel` and shared prefixes. On a GPU, install `flash-linear-attention`: plain PyTorch is slow.
 
 A model that can take neither path is refused in one line, by `penstock learner --check`, by `penstock check-model` and
 at the start. That holds for vision-language models and others of several parts, even if only text would be trained:
@@ -38,9 +41,8 @@ rollout servers know the weights of their language model by other names. It also
 be sharded layer by layer, or pushed under the names of their folder: of those below, deepseek_v4, hrm_text,
 longcat_flash and zamba2.
 
-Every role that loads a model (policy, reference, critic, reward model, `penstock sft`) first compares its path with the
-plain forward of the same weights, and refuses the model if they differ by more than rounding, or if a token can see the
-tokens after it. You can ask beforehand:
+Every role that loads a model first compares its path with the plain forward, and refuses the model if they differ by
+more than rounding, or if a token can see later ones. You can ask beforehand:
 
 ```bash
 penstock check-model examples/arithmetic/model

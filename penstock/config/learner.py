@@ -374,7 +374,8 @@ class LearnerConfig(Config):
     """Maximum number of tokens in one forward and backward pass. Lower it if a rank runs out of GPU memory."""
     share_prefixes: bool = True
     """Compute tokens that samples of a group begin with, such as their prompt, once in every pass; `micro_batch_tokens`
-    counts them once. Has no effect on models whose positions depend on the length of a sequence."""
+    counts them once. Has no effect on models with recurrent layers, or whose positions depend on the length of a
+    sequence."""
     logprob_chunk_tokens: int = Field(default=2048, ge=16)
     """Number of tokens whose logits are in memory at the same time. Lower it for large vocabularies."""
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

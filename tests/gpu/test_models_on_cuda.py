@@ -1,4 +1,4 @@
-"""Models on a GPU: flash attention with windows, FlexAttention with soft caps and sinks, and the padded path."""
+"""Models on a GPU: flash attention with windows, FlexAttention with soft caps and sinks, and recurrent layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's compiler warns of its own parts
-NAMES = ["llama", "mistral", "gemma2, wide head", "gpt_oss", "llama4_text", "granite, scaled", "qwen3_next"]
+NAMES = ["llama", "mistral", "gemma2, wide head", "gpt_oss", "llama4_text", "granite, scaled", "qwen3_next",
+         "nemotron_h"]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

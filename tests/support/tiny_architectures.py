@@ -32,6 +32,7 @@ _SIZES: dict[str, Any] = {
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 _MLA = {"num_key_value_heads": 4, "first_k_dense_replace": 1}
 _INDEXED = {**_MLA, "index_topk": WINDOW, "index_head_dim": 16, "index_n_heads": 64}
+_MAMBA = {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 8}
 _PER_LAYER = {"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "layer_types": _SLIDING}
 _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 _LOCAL = {"window_size": WINDOW}
@@ -90,6 +91,15 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon_h1",
         {"mamba_d_ssm": 64, "lm_head_multiplier": 0.5, "embedding_multiplier": 2.0, "key_multiplier": 0.5},
     ),
+    "falcon_h1, norm": ("falcon_h1", {"mamba_d_ssm": 64, "mamba_rms_norm": True, "mamba_n_groups": 2}),
+    "bamba, attention": ("bamba", {"attn_layer_indices": [1, 3]}),
+    "granitemoehybrid, attention": (
+        "granitemoehybrid",
+        {"layer_types": ["linear_attention", "full_attention"] * 2, "logits_scaling": 4.0},
+    ),
+    "nemotron_h": ("nemotron_h", _MAMBA),
+    "nemotron_h, groups": ("nemotron_h", _MAMBA | {"n_groups": 2}),
+    "olmo_hybrid, negative eigenvalues": ("olmo_hybrid", {"linear_allow_neg_eigval": True}),
     "kimi_linear": (
         "kimi_linear",
         {

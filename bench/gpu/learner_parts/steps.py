@@ -16,10 +16,11 @@ from learner_parts.models import Setting, Shape
 from penstock.config.learner import LearnerConfig
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
-from penstock_learner.model.architectures import path_of
+from penstock_learner.model.architectures import ModelPath, path_of
 from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.loading import prepare_for_training
+from penstock_learner.model.recurrent_layers import pack_recurrent_layers
 from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy import PolicyUpdate
@@ -123,11 +124,12 @@ def padded(part: SequenceBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 class Ours:
     """The learner's own step: FSDP2 with one rank, packed sequences, chunked log-probs, the PPO loss. `changed` are
-    settings of the learner."""
+    settings of the learner; `padded` asks for Hugging Face's forward of padded rows."""
 
     def __init__(
-        self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool, **changed: Any
-    ) -> None:
+        self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool, *,
+        padded: bool = False, **changed: Any,
+    ) -> None:  # fmt: skip
         packed_attention.register()
         self.learner = LearnerConfig.model_validate(
             {
@@ -142,9 +144,10 @@ class Ours:
                 **changed,
             }
         )
-        lm = make_model(shape, DTYPES[masters], device, packed_attention.NAME)
-        path = path_of(lm.config)
-        assert path.is_packed
+        lm = make_model(shape, DTYPES[masters], device, "sdpa" if padded else packed_attention.NAME)
+        path = ModelPath("its padded path is measured") if padded else path_of(lm.config)
+        assert path.is_packed != padded
+        pack_recurrent_layers(lm)
         self.model = CausalLM(lm, self.learner.logprob_chunk_tokens, path, compiled=compiled)
         prepare_for_training(self.model, self.learner, torch.bfloat16, is_cuda=device.type == "cuda")
         self.update = PolicyUpdate(self.model, make_optimizer(self.model, self.learner, LR), self.learner, device)

@@ -11,6 +11,7 @@ lists what was compared and what is refused.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,17 +25,27 @@ from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, first_line_of
 from penstock_learner.model.attention.packed_attention import soft_cap
 
+logger = logging.getLogger(__name__)
 _PACKED_TYPES = """
-    afmoe apertus arcee aria_text bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama dots1
-    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite
-    gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe
-    hy_v3 hyperclovax jais2 jetmoe laguna lfm2 lfm2_moe llama llama4_text mellum mimo_v2_flash minimax_m2 ministral
-    ministral3 mistral mixtral nanochat olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3
-    qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+    afmoe apertus arcee aria_text bamba bitnet cohere cohere2 cohere2_moe cwm deepseek_v2 deepseek_v3 diffllama dots1
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon_h1 flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe
+    glm4_moe_lite gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe laguna lfm2 lfm2_moe llama llama4_text mellum
+    mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral nanochat nemotron_h olmo olmo2 olmo3 olmo_hybrid
+    olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
+    recurrent_gemma seed_oss smollm3 solar_open starcoder2 vaultgemma
 """
 PACKED_TYPES = frozenset(_PACKED_TYPES.split())
 """Values of `model_type` whose packed path was compared with the plain forward, token by token (docs/models.md)."""
-_PACKED_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "recurrent"})
+_PACKED_LAYERS = _RECURRENT_LAYERS | {
+    "full_attention",
+    "sliding_attention",
+    "chunked_attention",
+    "attention",
+    "moe",
+    "mlp",
+}
 _ENCODER_TYPES = """
     bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert reformer rembert roberta
     roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod
@@ -43,7 +54,9 @@ _ENCODERS = frozenset(_ENCODER_TYPES.split())
 """Types whose tokens see later tokens, unless their configuration has `is_decoder`."""
 _OTHER_MODALITIES = ("text_config", "vision", "audio", "image", "video")
 """Parts of the names of nested configurations that a text-only model does not have."""
-_LOGITS_DIVIDED = frozenset({"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoeshared"})
+_LOGITS_DIVIDED = frozenset(
+    {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
+)
 """Types whose logits are divided by `logits_scaling`. HyperCLOVA X multiplies by it."""
 
 
@@ -107,6 +120,10 @@ def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
     reason = path.reason
     if path.is_packed and depends_on_length(config):
         reason = "its rotary embedding depends on the length of a sequence, of which a rank sees only a part"
+    elif path.is_packed and is_recurrent(config):
+        reason = (
+            "its recurrent layers need the tokens of a sequence one after the other, of which a rank sees only a part"
+        )
     if num_sharing > 1 and reason:
         raise ConfigError(f"learner.sequence_parallel must be 1 with a model of type {config.model_type}: {reason}")
 
@@ -115,11 +132,20 @@ def path_of(config: Any) -> ModelPath:
     reason = ""
     if config.model_type not in PACKED_TYPES:
         reason = f"type {config.model_type} is not known to be right on the packed path"
-    elif others := set(getattr(config, "layer_types", None) or ()) - _PACKED_LAYERS:
-        reason = f"layers of type {', '.join(sorted(others))} carry state from one sequence to the next"
+    elif others := _layer_types(config) - _PACKED_LAYERS:
+        reason = f"layers of type {', '.join(sorted(others))} are not known to be right on the packed path"
     elif config.model_type == "llama4_text" and config.attn_temperature_tuning:
         reason = "its attention temperature depends on the place in the row"
     return ModelPath(reason)
+
+
+def is_recurrent(config: Any) -> bool:
+    """Whether a model with this Hugging Face `config` has layers that carry a state from token to token."""
+    return bool(_layer_types(config) & _RECURRENT_LAYERS)
+
+
+def _layer_types(config: Any) -> set[str]:
+    return set(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ())
 
 
 def logit_form_of(config: Any) -> LogitForm:
@@ -131,7 +157,10 @@ def logit_form_of(config: Any) -> LogitForm:
         scale = config.logits_scaling
     elif getattr(config, "logit_scale", None) is not None:  # Cohere
         scale = config.logit_scale
-    return LogitForm(scale, getattr(config, "final_logit_softcapping", None))
+    elif config.model_type == "falcon_h1":
+        scale = config.lm_head_multiplier
+    cap = "logits_soft_cap" if config.model_type == "recurrent_gemma" else "final_logit_softcapping"
+    return LogitForm(scale, getattr(config, cap, None))
 
 
 # ── rotary embeddings that depend on a sequence's length ──
@@ -209,4 +238,7 @@ def _can_share(folder: Path) -> bool:
         config = require_causal(folder, "path")
     except ConfigError:
         return False  # its ranks refuse it, with the reason
+    if is_recurrent(config):
+        logger.info("learner.share_prefixes has no effect on %s: its recurrent layers take whole sequences", folder)
+        return False
     return path_of(config).is_packed and not depends_on_length(config) and config.model_type not in _PADDED

@@ -38,6 +38,7 @@ from penstock_learner.model.attention.packed_attention import prepare_masks, sof
 from penstock_learner.model.attention.packed_layout import ModelInputs, Packing, tree_of
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.loading import FolderModel, UnreadWeights, open_lm, read_weights
+from penstock_learner.model.recurrent_layers import pack_recurrent_layers
 from penstock_learner.model.routers import RouterWatch
 
 logger = logging.getLogger(__name__)
@@ -214,7 +215,11 @@ def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packin
     """[tokens, hidden] after the last layer, on the packed path. The backbone of `lm` is called `model`."""
     prepare_masks(lm, packing)
     states: Tensor = lm.model(
-        input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), packing=packing, use_cache=False
+        input_ids=token_ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        packing=packing,
+        seq_idx=packing,  # all that LFM2 hands to its convolutions
+        use_cache=False,
     ).last_hidden_state[0]
     return states
 
@@ -360,6 +365,7 @@ def open_on_path(
         lm.set_attn_implementation("sdpa")
     if path.is_packed:
         embed_each_sequence(lm)
+        pack_recurrent_layers(lm)
     else:
         logger.warning("%s %s is trained with padding, which is slower: %s", key, folder, path.reason)
     return lm, path, unread

@@ -106,13 +106,6 @@ def test_the_self_check_refuses_a_head_without_its_scale_or_cap(name: str, tmp_p
     assert not compare_with_plain(model, "model.path", CPU, torch.float32).ok
 
 
-def test_the_self_check_refuses_packed_recurrent_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_model("qwen3_next").save_pretrained(tmp_path)
-    monkeypatch.setattr(causal_lm, "path_of", lambda config: causal_lm.ModelPath(""))
-    with pytest.raises(ConfigError, match="qwen3_next on the packed path differs"):
-        require_right(load_model(tmp_path, torch.float32, 16), "model.path", CPU, torch.float32)
-
-
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory. Tried"), RuntimeError("can't allocate memory: 9")]
 )
@@ -127,7 +120,9 @@ def test_a_self_check_without_memory_says_so(error: Exception, tmp_path: Path, m
         require_right(model, "model.path", CPU, torch.float32)
 
 
-@pytest.mark.parametrize("name", ["llama, dynamic rope", "phi3, longrope", "jamba"])
+@pytest.mark.parametrize(
+    "name", ["llama, dynamic rope", "phi3, longrope", "jamba", "qwen3_next", "lfm2, convolutions", "recurrent_gemma"]
+)
 def test_models_whose_sequences_cannot_be_shared_are_refused(name: str) -> None:
     config = tiny_config(name)
     require_parallel(config, path_of(config), 1)

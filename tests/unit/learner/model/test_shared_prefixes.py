@@ -15,7 +15,7 @@ from penstock.config.loading import validate
 from penstock_learner.batches.partition import PrefixTree
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import add_adapter
-from penstock_learner.model.architectures import depends_on_length, path_of, prefix_sharing_roles
+from penstock_learner.model.architectures import depends_on_length, is_recurrent, path_of, prefix_sharing_roles
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.routers import watch_routers
@@ -33,7 +33,8 @@ def _cases() -> list[Any]:
 
 
 def _shares(config: Any) -> bool:
-    return path_of(config).is_packed and not depends_on_length(config) and config.model_type != "phi"
+    is_alike = not depends_on_length(config) and not is_recurrent(config)
+    return path_of(config).is_packed and is_alike and config.model_type != "phi"
 
 
 def _results(model: CausalLM, batch: SequenceBatch, shared: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -127,6 +128,7 @@ def test_tokens_with_other_experts_are_not_shared() -> None:
         ("llama", False, set()),
         ("llama, dynamic rope", True, set()),
         ("jamba", True, set()),
+        ("qwen3_next", True, set()),
         ("phi", True, set()),
     ],
 )

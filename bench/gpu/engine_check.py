@@ -6,8 +6,8 @@ It needs a GPU, torch, transformers and the engine, but neither Redis nor Ray. A
 Qwen2-0.5B is served in bf16, once with the KV cache kept through updates and once with it recomputed. There are two
 updates, because an engine may load later versions in another way than the first: vLLM's worker copies them on a GPU.
 The reference is a float32 forward pass over the same bf16 weights. Errors are judged relative to the error of
-transformers' own bf16 forward pass. `--tiny` uses a small model and also runs on a CPU. `--composite gemma3`, or another
-type, serves the language model of a composite one: an update has only its tensors. SGLang's wheels are built for CUDA.
+transformers' own bf16 forward pass. `--tiny` uses a small model and also runs on a CPU. `--composite gemma3` makes
+it a composite one, whose updates have only the language model's tensors. SGLang's wheels are built for CUDA.
 On a CPU it needs SGLANG_USE_CPU_ENGINE=1, a libcuda.so.1 to link to, and these flags:
 
     --engine sglang --tiny --extra '{"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 65536,

@@ -198,7 +198,8 @@ def make_policies(size: Size, folder: Path, device: str, composite: str) -> list
 
 
 def decoder_norm(model: Any) -> Any:
-    return (model.get_decoder() if hasattr(model.config, "text_config") else model.model).norm.weight
+    decoder = model.get_decoder() if hasattr(model.config, "text_config") else model
+    return getattr(decoder, "model", decoder).norm.weight  # Llama 4's decoder is a causal model
 
 
 def write_update(model: Path, version: int, folder: Path) -> Update:

@@ -6,8 +6,9 @@ It needs a GPU, torch, transformers and the engine, but neither Redis nor Ray. A
 Qwen2-0.5B is served in bf16, once with the KV cache kept through updates and once with it recomputed. There are two
 updates, because an engine may load later versions in another way than the first: vLLM's worker copies them on a GPU.
 The reference is a float32 forward pass over the same bf16 weights. Errors are judged relative to the error of
-transformers' own bf16 forward pass. `--tiny` uses a small model and also runs on a CPU. SGLang's wheels are built for
-CUDA, so on a CPU SGLang needs SGLANG_USE_CPU_ENGINE=1, a libcuda.so.1 to link to, and these flags:
+transformers' own bf16 forward pass. `--tiny` uses a small model and also runs on a CPU. `--composite gemma3` makes
+it a composite one, whose updates have only the language model's tensors. SGLang's wheels are built for CUDA.
+On a CPU it needs SGLANG_USE_CPU_ENGINE=1, a libcuda.so.1 to link to, and these flags:
 
     --engine sglang --tiny --extra '{"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": 65536,
         "enable_deterministic_inference": false}'
@@ -32,12 +33,15 @@ from harness import SMOKE, Bar, Measurement, make_parser, report, report_skipped
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
+from penstock.weights.folder_tensors import is_composite, tensor_shapes
 from penstock.weights.snapshot import write_snapshot
 from penstock.weights.transports import XXH3_PIECES, TensorShape, build_manifest, host_checksum
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.engines.sglang.server import honours_seeds
 from support.answers import Answer
+from support.tiny_architectures import COMPOSITES, tiny_config
+from support.tiny_models import write_tokenizer
 
 DEADLINE_S = 400.0
 NUM_REQUESTS = sized(64, 2)
@@ -67,22 +71,33 @@ class Size:
     short: int = 128
     long: int = 768
 
-    def config(self) -> Any:
+    def config(self, composite: str) -> Any:
+        """The config of a Qwen2, or of a composite model with a language model of this size and tiny other parts."""
         from transformers import Qwen2Config
 
-        return Qwen2Config(
-            vocab_size=self.vocab,
-            hidden_size=self.hidden,
-            intermediate_size=self.intermediate,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            initializer_range=0.04,
-            bos_token_id=0,
-            eos_token_id=1,
-        )
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "initializer_range": 0.04,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+        }
+        if not composite:
+            return Qwen2Config(**sizes)
+        head_dim = self.hidden // self.heads
+        if "rope_parameters" in COMPOSITES[composite].get("text_config", {}):
+            third = head_dim // 2 // 3
+            sections = [head_dim // 2 - 2 * third, third, third]
+            sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+        config = tiny_config(composite, **sizes, head_dim=head_dim, sliding_window=512)
+        config.tie_word_embeddings = True
+        return config
 
 
 TINY = Size(
@@ -100,10 +115,12 @@ class Policy:
     @classmethod
     def load(cls, folder: Path, device: str) -> Policy:
         """Load both models from the folder. A cast would round the rotary frequencies too."""
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+        kind = AutoModelForMultimodalLM if is_composite(folder) else AutoModelForCausalLM
 
         def load(dtype: str) -> Any:
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+            return kind.from_pretrained(folder, dtype=dtype).to(device).eval()
 
         return cls(load("bfloat16"), load("float32"))
 
@@ -150,15 +167,16 @@ class Errors:
         return f"{len(self.ours)} tokens: mean {self.mean:.5f}, max {max(self.ours):.4f} ({theirs})"
 
 
-def make_policies(size: Size, folder: Path, device: str) -> list[Policy]:
+def make_policies(size: Size, folder: Path, device: str, composite: str) -> list[Policy]:
     """Write versions whose log-probs differ clearly to `folder/old`, `folder/new` and `folder/newest`. They differ in
     every tensor."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
     torch.manual_seed(0)
+    kind, config = AutoModelForMultimodalLM if composite else AutoModelForCausalLM, size.config(composite)
     with torch.device(device):
-        models = {name: Qwen2ForCausalLM(size.config()) for name in ("old", "new", "newest")}
+        models = {name: kind.from_config(config, dtype=torch.float32) for name in ("old", "new", "newest")}
     with torch.no_grad():
         for name, base in models["old"].named_parameters():
             if base.dim() == 1:
@@ -169,18 +187,28 @@ def make_policies(size: Size, folder: Path, device: str) -> list[Policy]:
                     parameter.copy_(base + 0.05 * torch.randn_like(base))
                 else:
                     parameter.mul_(0.5).add_(base)
-        models["new"].model.norm.weight.mul_(SHARPER)
-        models["newest"].model.norm.weight.mul_(LESS_SHARP)
+        for name, factor in (("new", SHARPER), ("newest", LESS_SHARP)):
+            norm = decoder_norm(models[name])
+            added = round(float(1 - norm.mean()))  # some norms multiply by 1 + weight
+            norm.add_(added).mul_(factor).sub_(added)
     for name, model in models.items():
         model.bfloat16().save_pretrained(folder / name)
+        write_tokenizer(folder / name, size.vocab)
     return [Policy.load(folder / name, device) for name in models]
 
 
-def write_update(policy: Policy, version: int, folder: Path) -> Update:
+def decoder_norm(model: Any) -> Any:
+    decoder = model.get_decoder() if hasattr(model.config, "text_config") else model
+    return getattr(decoder, "model", decoder).norm.weight  # Llama 4's decoder is a causal model
+
+
+def write_update(model: Path, version: int, folder: Path) -> Update:
     import numpy as np
     import torch
+    from safetensors.torch import load_file
 
-    weights = {name: tensor.detach().cpu() for name, tensor in policy.bf16.named_parameters()}
+    stored = load_file(model / "model.safetensors")
+    weights = {name: stored[name] for name in tensor_shapes(model)}
     shapes = [TensorShape(name, "BF16", tuple(tensor.shape)) for name, tensor in weights.items()]
     manifest = build_manifest("engine-check", version, 1, shapes, BUCKET_BYTES)
     buckets = [np.zeros(bucket.num_bytes, dtype=np.uint8) for bucket in manifest.buckets]
@@ -365,8 +393,11 @@ async def check_all(arguments: argparse.Namespace, folder: Path, checks: list[Ch
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     size = TINY if arguments.tiny else Size()
     say(f"making three versions of the model on {name}")
-    policies = make_policies(size, folder, device)
-    first, second = (write_update(policies[i], OLD + i, folder / f"update-{i}") for i in (1, 2))
+    policies = make_policies(size, folder, device, arguments.composite)
+    first, second = (
+        write_update(folder / name, version, folder / f"update-{name}")
+        for name, version in (("new", NEW), ("newest", NEWEST))
+    )
     say(f"{sum(bucket.num_bytes for bucket in first[0].manifest.buckets) / 1e6:,.0f} MB of weights are written, twice")
     for mode in arguments.modes.split(","):
         checks.append(Check(mode, arguments, size, policies))
@@ -397,8 +428,9 @@ async def main_async(arguments: argparse.Namespace) -> int:
     bars = [bar for check in checks for bar in check.bars]
     bars.append(Bar("checks that did not end", float(bool(failure)), 0, True))
     numbers = arguments.quantization or "bf16"
-    title = f"the engine, {engine_version(arguments.engine)}, {numbers}"
-    name = f"engine_check_{numbers}" if arguments.engine == "vllm" else f"engine_check_{arguments.engine}_{numbers}"
+    title = f"the engine, {engine_version(arguments.engine)}, {arguments.composite or 'qwen2'}, {numbers}"
+    parts = ["engine_check", *([arguments.engine] if arguments.engine != "vllm" else []), arguments.composite, numbers]
+    name = "_".join(part for part in parts if part)
     ok = report(name, title, [m for check in checks for m in check.measurements], bars)
     say(failure or "done")
     return 0 if ok else 1
@@ -408,6 +440,7 @@ def main() -> None:
     parser = make_parser()
     parser.add_argument("--engine", choices=["vllm", "sglang", "torch"], default=sized("vllm", "torch"))
     parser.add_argument("--extra", type=json.loads, default={}, help="additional arguments of the engine, as JSON")
+    parser.add_argument("--composite", choices=sorted(COMPOSITES), default="", help="the language model of this type")
     parser.add_argument("--tiny", action="store_true", default=SMOKE, help="use a small model")
     parser.add_argument(
         "--graphs", action="store_true", help="use CUDA graphs and torch.compile, which are slower to start"

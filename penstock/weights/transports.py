@@ -68,7 +68,7 @@ from pydantic import TypeAdapter, ValidationError
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, WeightPushFailed
 from penstock.v1 import weights_pb2
-from penstock.weights.folder_tensors import TIED_HEAD
+from penstock.weights.folder_tensors import is_head
 
 TRANSPORTS = ("nccl", "cuda_ipc", "shm", "gloo", "snapshot")
 """In the order in which `auto` prefers them."""
@@ -173,7 +173,7 @@ def check_manifest(manifest: weights_pb2.WeightManifest, shapes: dict[str, tuple
         return
     if missing := sorted(shapes.keys() - pushed.keys()):
         raise WeightPushFailed(f"the push lacks {len(missing)} tensors of the model, the first is {missing[0]}")
-    if unknown := sorted(pushed.keys() - shapes.keys() - {TIED_HEAD}):
+    if unknown := sorted(name for name in pushed.keys() - shapes.keys() if not is_head(name)):
         raise WeightPushFailed(f"the push has {len(unknown)} tensors the model lacks, the first is {unknown[0]}")
     for name, shape in pushed.items():
         if shapes.get(name, shape) != shape:

@@ -29,6 +29,13 @@ _SIZES: dict[str, Any] = {
 }  # fmt: skip
 """Sizes by the names that configurations have for them. A configuration gets those that it knows."""
 
+_OTHER_SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "depth": 2, "num_heads": 4, "embed_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "image_size": 28, "patch_size": 14, "out_hidden_size": 32,
+    "d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48,
+}  # fmt: skip
+"""Sizes of the parts of a composite model besides its language model."""
+
 _SLIDING = ["sliding_attention", "full_attention"] * 2
 _MLA = {"num_key_value_heads": 4, "first_k_dense_replace": 1}
 _INDEXED = {**_MLA, "index_topk": WINDOW, "index_head_dim": 16, "index_n_heads": 64}
@@ -51,13 +58,16 @@ _SAME_NAME = """
     ernie4_5_moe exaone4 exaone_moe falcon_mamba flex_olmo gemma gemma2 gemma3_text glm glm4 glm4_moe gpt2 gpt_bigcode
     gpt_neox gpt_neox_japanese gpt_oss granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared
     helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe laguna lfm2 llama mamba mellum
-    mimo_v2_flash minimax minimax_m2 ministral ministral3 mistral mixtral mpt nanochat nemotron_h olmo olmo2 olmo3
+    mimo_v2_flash minimax_m2 ministral ministral3 mistral mixtral mpt nanochat olmo olmo2 olmo3
     olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_text qwen3_5_moe_text
     qwen3_moe qwen3_next recurrent_gemma rwkv seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xglm biogpt
-    doge deepseek_v4 inkling_text minimax_m3_vl_text hrm_text
+    doge inkling_text hrm_text
 """
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in _SAME_NAME.split()},
+    "deepseek_v4": ("deepseek_v4", {"index_topk": WINDOW}),
+    "minimax": ("minimax", {"block_size": WINDOW}),
+    "minimax_m3_vl_text": ("minimax_m3_vl_text", {"index_block_size": 4, "index_topk_blocks": 2}),
     "deepseek_v2": ("deepseek_v2", {**_MLA, "num_experts_per_tok": 2}),
     "deepseek_v3": ("deepseek_v3", _MLA),
     "glm4_moe_lite": ("glm4_moe_lite", _MLA),
@@ -97,7 +107,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoehybrid",
         {"layer_types": ["linear_attention", "full_attention"] * 2, "logits_scaling": 4.0},
     ),
-    "nemotron_h": ("nemotron_h", _MAMBA),
+    "nemotron_h": ("nemotron_h", _MAMBA | {"chunk_size": WINDOW}),
     "nemotron_h, groups": ("nemotron_h", _MAMBA | {"n_groups": 2}),
     "olmo_hybrid, negative eigenvalues": ("olmo_hybrid", {"linear_allow_neg_eigval": True}),
     "kimi_linear": (
@@ -174,8 +184,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "hyperclovax, scaled": ("hyperclovax", {"logits_scaling": 0.25}),
     "cohere, scaled": ("cohere", {"logit_scale": 0.25}),
     "cohere2, windows": ("cohere2", {"layer_types": _SLIDING}),
-    "qwen2, sliding window": ("qwen2", {"use_sliding_window": True, "layer_types": _SLIDING}),
-    "qwen3, sliding window": ("qwen3", {"use_sliding_window": True, "layer_types": _SLIDING}),
+    "qwen2, sliding window": ("qwen2", {"use_sliding_window": True, "layer_types": _SLIDING, "sliding_window": WINDOW}),
+    "qwen3, sliding window": ("qwen3", {"use_sliding_window": True, "layer_types": _SLIDING, "sliding_window": WINDOW}),
     "mistral, no window": ("mistral", {"sliding_window": None}),
     "mistral, long window": ("mistral", {"sliding_window": 1000}),
     "phi3, no window": ("phi3", {"sliding_window": None}),
@@ -197,19 +207,57 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Model type and settings by name."""
 
+_COMPOSITES = """
+    aria deepseek_vl ernie4_5_vl_moe exaone4_5 fun_asr_nano fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe
+    glm5_next glm_ocr glmasr got_ocr2 granite_speech granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2
+    idefics3 internvl kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpmv4_6
+    minicpmv4_7 minimax_m3_vl mistral3 muse_glimmer nemotron_h_omni ovis2 paddleocr_vl paligemma qianfan_ocr qwen2_5_vl
+    qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe qwen4_exp smolvlm step3p7 video_llama_3 video_llava
+    vipllava voxtral
+"""
+
+
+def _sections(*sizes: int) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sizes)}}
+
+
+_WITH_SECTIONS = "glm46v glm4v glm_ocr hunyuan_vl paddleocr_vl qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe"
+_BLOCKS = {
+    "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+    "indexer_compress_ratio": 2, "ngram_vocab_size_base": 50, "split_ngram_parts": 1, "hc_lowrank": 8,
+}  # fmt: skip
+_OF_COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {
+    **{name: {"text_config": _sections(2, 1, 1)} for name in _WITH_SECTIONS.split()},
+    "glm4v_moe": {"text_config": _sections(1, 1, 0)},
+    "ernie4_5_vl_moe": {"text_config": {**_sections(1, 1, 2), "moe_intermediate_size": [16, 16]}},
+    "glm5_next": {"text_config": {**_INDEXED, "index_kpool": 2, "qk_rope_head_dim": 0}},
+    "minimax_m3_vl": {"text_config": {"index_block_size": 4, "index_topk_blocks": 2}},
+    "qwen4_exp": {"text_config": _BLOCKS},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "step3p7": {"text_config": {"layer_types": _SLIDING, "sliding_window": WINDOW}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "gemma4": {"vision_config": {"model_type": "gemma4_vision"}},
+}
+COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {name: _OF_COMPOSITES.get(name, {}) for name in _COMPOSITES.split()}
+"""Settings of the nested configurations of models that see or hear besides, by model type."""
+
+_UNTRIED = """
+    cohere_compass deepseek_ocr2 deepseek_vl_hybrid emu3 fast_vlm gemma3n granite4_vision inkling_mm_model instructblip
+    instructblipvideo janus kosmos-2 kosmos-2.5 perception_lm qwen2_5_omni_thinker qwen3_omni_moe_thinker vibevoice_asr
+"""
+UNTRIED = frozenset(_UNTRIED.split())
+"""Composite types without a tiny model: some need packages that are not installed. The self-check judges them."""
 _REFUSED = """
-    aria aya_vision cohere2_vision deepseek_vl emu3 exaone4_5 fuyu gemma3 gemma3n gemma4 gemma4_unified git glm4v
-    glm4v_moe got_ocr2 granite4_vision idefics3 internvl janus kimi_k25 lfm2_vl llama4 llava llava_next
-    llava_onevision minimax_m3_vl mistral3 mllama moshi ovis2 paligemma phi4_multimodal qwen2_5_vl qwen2_vl qwen3_5
-    qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm step3p7 bart t5 whisper bert electra roberta xlnet
+    aya_vision blip blip-2 chameleon cohere2_vision cosmos3_edge cosmos3_omni diffusion_gemma git mllama moshi
+    phi4_multimodal qwen2_5_omni qwen2_audio voxtral_realtime bart t5 whisper bert electra roberta xlnet
 """
 REFUSED = tuple(_REFUSED.split())
-"""Model types that are refused: models of several parts, such as vision-language models, encoder-decoders, and models
+"""Model types that are refused: models without a language model that can be trained alone, encoder-decoders, and models
 whose tokens see later tokens."""
 FAST = {
     "llama", "qwen3, sliding window", "mistral", "gemma2, wide head", "gpt_oss", "llama4_text", "cohere, scaled",
     "granite, scaled", "phi3, longrope", "llama, dynamic rope", "qwen2_moe, windows", "deepseek_v3", "qwen3_next",
-    "lfm2, convolutions", "jamba", "gpt2", "phi",
+    "lfm2, convolutions", "jamba", "gpt2", "phi", "gemma3", "llama4", "qwen3_5", "qwen3_vl",
 }  # fmt: skip
 """One of each kind. The others are compared in the long tests."""
 
@@ -218,28 +266,48 @@ def tiny_config(name: str, **larger: Any) -> Any:
     """The Hugging Face configuration of one of the architectures. Sizes in `larger` replace the tiny ones."""
     from transformers import AutoConfig
 
+    if name in COMPOSITES:
+        return _tiny_composite(name, **larger)
     model_type, settings = ARCHITECTURES[name]
-    kind = type(AutoConfig.for_model(model_type))
+    return _tiny(type(AutoConfig.for_model(model_type)), _SIZES, settings | larger)
+
+
+def _tiny_composite(name: str, **larger: Any) -> Any:
+    from transformers import AutoConfig
+
+    default, nested = AutoConfig.for_model(name), {}
+    for part in default.sub_configs:
+        settings = COMPOSITES[name].get(part, {})
+        other = settings.get("model_type")
+        kind = type(AutoConfig.for_model(other) if other else getattr(default, part))
+        if part == "text_config":
+            own = ARCHITECTURES.get(kind.model_type, ("", {}))[1]
+            nested[part] = _tiny(kind, _SIZES, own | settings | larger)
+        elif kind is not type(None):
+            nested[part] = _tiny(kind, _OTHER_SIZES, settings)
+    return type(default)(**nested)
+
+
+def _tiny(kind: Any, of_all: dict[str, Any], settings: dict[str, Any]) -> Any:
     known = vars(kind())
     sizes = {
         key: value
-        for key, value in _SIZES.items()
+        for key, value in of_all.items()
         if known.get(key) is not None or key in kind.attribute_map or (key == "head_dim" and key in known)
     }
-    chosen = {
-        key: value for key, value in (sizes | settings | larger).items() if value is not None or key == "sliding_window"
-    }
+    chosen = {key: value for key, value in (sizes | settings).items() if value is not None or key == "sliding_window"}
     return kind(**chosen)
 
 
 def tiny_model(name: str, seed: int = 0, **larger: Any) -> Any:
     """A random model, whose distributions are far from uniform."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
+    kind = AutoModelForMultimodalLM if name in COMPOSITES else AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # parameters of one dimension keep a part of the values that they begin with
-        model = AutoModelForCausalLM.from_config(tiny_config(name, **larger), attn_implementation="eager")
+        model = kind.from_config(tiny_config(name, **larger), attn_implementation="eager")
     model = model.float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

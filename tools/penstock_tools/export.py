@@ -6,6 +6,7 @@ One process reads the shards, however many ranks wrote them. An adapter is merge
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -118,7 +119,8 @@ def _shortest_targets(lm: Any) -> list[str]:
 
 
 def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
-    """Write a Hugging Face model, and copy the other files of its `source` folder.
+    """Write a Hugging Face model, and copy the other files of its `source` folder. Where it is the language model of a
+    composite one, the tensors of the other parts are copied as they are.
 
     The folder is written under a temporary name and then renamed, so `out` is complete or does not exist. Raises
     TrainingDiverged, and writes nothing, if a weight is not finite in `dtype`."""
@@ -133,6 +135,33 @@ def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
     with _written_whole(out) as folder:
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*WEIGHT_FILES))
         lm.save_pretrained(folder)
+        _add_other_parts(source, folder)
+
+
+def _add_other_parts(source: Path, folder: Path) -> None:
+    """Copy the tensors of a composite model that do not belong to its language model, bit for bit, into one more file,
+    and write an index of all files."""
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    from penstock.weights.folder_tensors import INDEX, SINGLE, other_parts, weight_files
+
+    if not (names := other_parts(source)):
+        return
+    if (folder / SINGLE).exists():
+        (folder / SINGLE).rename(folder / "model-language.safetensors")
+    tensors: dict[str, torch.Tensor] = {}
+    places: dict[str, str] = {}
+    for path in weight_files(source):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in set(names).intersection(file.keys())}
+    save_file(tensors, folder / "model-others.safetensors", metadata={"format": "pt"})
+    size = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            places |= dict.fromkeys(file.keys(), path.name)
+        size += path.stat().st_size
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": places}, indent=2))
 
 
 @contextmanager

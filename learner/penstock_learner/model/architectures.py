@@ -5,6 +5,9 @@
 | packed | architectures that tests compare with the plain forward | tokens without padding, logits never whole      |
 | padded | every other decoder that Hugging Face can load          | Hugging Face's own forward of right-padded rows |
 
+A composite model, which sees or hears besides, is opened without its other parts: it keeps its type, its names and its
+forward pass, and its language model takes the path of its own type (`decoder_of`, `loading.make_lm`).
+
 A model that can take neither path is refused in one line, from its config.json alone (`require_causal`). docs/models.md
 lists what was compared and what is refused.
 """
@@ -35,7 +38,13 @@ _PACKED_TYPES = """
     olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
     recurrent_gemma seed_oss smollm3 solar_open starcoder2 vaultgemma
 """
-PACKED_TYPES = frozenset(_PACKED_TYPES.split())
+_PACKED_PARTS = """
+    ernie4_5_vl_moe_text glm4v_moe_text glm4v_text glm_ocr_text paddleocr_vl_text qwen2_5_vl_text qwen2_vl_text
+    qwen3_vl_moe_text qwen3_vl_text step3p5
+"""
+"""Types of the language models of composite models. Where their rotary embedding has sections for height and width, all
+sections have the same position for text, so it is the ordinary one."""
+PACKED_TYPES = frozenset((_PACKED_TYPES + _PACKED_PARTS).split())
 """Values of `model_type` whose packed path was compared with the plain forward, token by token (docs/models.md)."""
 _RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid", "recurrent"})
 _PACKED_LAYERS = _RECURRENT_LAYERS | {
@@ -54,6 +63,21 @@ _ENCODERS = frozenset(_ENCODER_TYPES.split())
 """Types whose tokens see later tokens, unless their configuration has `is_decoder`."""
 _OTHER_MODALITIES = ("text_config", "vision", "audio", "image", "video")
 """Parts of the names of nested configurations that a text-only model does not have."""
+_NOT_ALONE = {
+    "blip": "whose language model is an encoder made to decode",
+    "diffusion_gemma": "whose tokens see the tokens after them",
+    "qwen2_5_omni": "which also speaks, by parts that follow its language model",
+    "qwen3_omni_moe": "which also speaks, by parts that follow its language model",
+    "blip-2": "whose forward pass needs its other parts also for text alone",
+    "cosmos3_edge": "whose folder has its language model's weights under names without a prefix",
+    "cosmos3_omni": "whose folder has its language model's weights under names without a prefix",
+    "mllama": "whose layers for images stand between those of its language model",
+    "qwen2_audio": "whose forward pass needs its other parts also for text alone",
+    "voxtral_realtime": "whose forward pass needs its other parts also for text alone",
+}
+"""Composite types whose language model cannot be trained alone, and why."""
+_WITHOUT_LOGIT_FORM = frozenset({"aya_vision", "cohere2_vision", "granite_speech", "granite_speech_plus", "paligemma"})
+"""Composite types whose forward pass in Hugging Face skips their language model's `LogitForm`. Engines apply it."""
 _LOGITS_DIVIDED = frozenset(
     {"granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"}
 )
@@ -96,15 +120,17 @@ def require_causal(folder: Path, key: str) -> Any:
 
 
 def require_text_decoder(config: Any, folder: Path, key: str) -> None:
-    """Raise ConfigError if a model with this Hugging Face `config` is not a decoder of text alone."""
+    """Raise ConfigError if a model with this Hugging Face `config` is not a decoder of text, and has none as a part."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     reason = ""
-    if parts := [name for name in config.sub_configs if any(part in name for part in _OTHER_MODALITIES)]:
-        reason = (
-            f"which has other parts besides its language model ({', '.join(parts)}), and rollout servers know the "
-            "language model's weights by other names"
-        )
+    has_parts = any(part in name for name in config.sub_configs for part in _OTHER_MODALITIES)
+    if is_composite(config):
+        reason = _NOT_ALONE.get(config.model_type, "")
+        if config.model_type in _WITHOUT_LOGIT_FORM and logit_form_of(config) != LogitForm():
+            reason = "whose logits are scaled or capped by engines, and not by Hugging Face's forward"
+    elif has_parts:
+        reason = "whose language model is not a part of its own"
     elif config.is_encoder_decoder:
         reason = "which has an encoder besides its decoder"
     elif config.model_type in _ENCODERS and not getattr(config, "is_decoder", False):
@@ -112,7 +138,23 @@ def require_text_decoder(config: Any, folder: Path, key: str) -> None:
     elif config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         reason = "which is not a causal language model"
     if reason:
-        raise ConfigError(f"{key} {folder} is of type {config.model_type}, {reason}; use a text-only decoder")
+        raise ConfigError(f"{key} {folder} is of type {config.model_type}, {reason}; use another model")
+
+
+def is_composite(config: Any) -> bool:
+    """Whether a model with this Hugging Face `config` has a language model and other parts."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    is_part = config.get_text_config() is not config and not config.is_encoder_decoder
+    return is_part and config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+
+def decoder_of(lm: Any) -> Any:
+    """The backbone of a Hugging Face model on the packed path: embedding, layers and last norm, without the head."""
+    if not is_composite(lm.config):
+        return lm.model
+    decoder = lm.get_decoder()
+    return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
 def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
@@ -129,7 +171,7 @@ def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
 
 
 def path_of(config: Any) -> ModelPath:
-    reason = ""
+    config, reason = config.get_text_config(), ""
     if config.model_type not in PACKED_TYPES:
         reason = f"type {config.model_type} is not known to be right on the packed path"
     elif others := _layer_types(config) - _PACKED_LAYERS:
@@ -141,7 +183,7 @@ def path_of(config: Any) -> ModelPath:
 
 def is_recurrent(config: Any) -> bool:
     """Whether a model with this Hugging Face `config` has layers that carry a state from token to token."""
-    return bool(_layer_types(config) & _RECURRENT_LAYERS)
+    return bool(_layer_types(config.get_text_config()) & _RECURRENT_LAYERS)
 
 
 def _layer_types(config: Any) -> set[str]:
@@ -150,7 +192,7 @@ def _layer_types(config: Any) -> set[str]:
 
 def logit_form_of(config: Any) -> LogitForm:
     """What a model on the packed path does with the output of its head."""
-    scale = 1.0
+    config, scale = config.get_text_config(), 1.0
     if config.model_type in _LOGITS_DIVIDED:
         scale = 1 / config.logits_scaling
     elif config.model_type == "hyperclovax":

@@ -28,7 +28,9 @@ from penstock_learner.batches.partition import RankShard
 from penstock_learner.model.architectures import (
     LogitForm,
     ModelPath,
+    decoder_of,
     embed_each_sequence,
+    is_composite,
     logit_form_of,
     path_of,
     require_text_decoder,
@@ -212,9 +214,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packing) -> Tensor:
-    """[tokens, hidden] after the last layer, on the packed path. The backbone of `lm` is called `model`."""
+    """[tokens, hidden] after the last layer, on the packed path."""
     prepare_masks(lm, packing)
-    states: Tensor = lm.model(
+    states: Tensor = decoder_of(lm)(
         input_ids=token_ids.unsqueeze(0),
         position_ids=positions.unsqueeze(0),
         packing=packing,
@@ -295,7 +297,7 @@ class CausalLM(FolderModel):
     def _head(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         return log_probs_and_entropy(
             hidden,
-            self.lm.lm_head.weight,
+            self.lm.get_output_embeddings().weight,
             targets,
             temperatures,
             chunk_tokens=self.chunk_tokens,
@@ -372,5 +374,7 @@ def open_on_path(
 
 
 def _fits_packed(lm: Any) -> bool:
-    head = getattr(lm, "lm_head", getattr(lm, "score", None))
-    return hasattr(lm, "model") and head is not None and getattr(head, "bias", None) is None
+    head = getattr(lm, "score", None) or lm.get_output_embeddings()
+    return (
+        (hasattr(lm, "model") or is_composite(lm.config)) and head is not None and getattr(head, "bias", None) is None
+    )

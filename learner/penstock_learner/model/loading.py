@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import safetensors_of
-from penstock_learner.model.architectures import ModelPath
+from penstock_learner.model.architectures import ModelPath, is_composite
 from penstock_learner.model.attention.packed_attention import mark_layers
 from penstock_learner.model.torch_settings import compiler_keeping
 
@@ -100,13 +100,49 @@ def open_lm(
             "quantized" if files else "not safetensors",
         )  # fmt: skip
         return kind.from_pretrained(folder, config=config, local_files_only=True, **settings), None
-    with torch.device("meta"):
-        lm = kind.from_config(config, **settings).eval()
+    lm = make_lm(kind, config, **settings).eval()
     _keep_in_float32(lm, settings["dtype"])
     unread = UnreadWeights(lm, TensorFiles(files), f"{key} {folder}", new_head)
     unread.make_buffers(lm)
     _read_generation_config(lm, folder)
     return lm, unread
+
+
+def make_lm(kind: Any, config: Any, **settings: Any) -> Any:
+    """A Hugging Face model on the meta device, of an Auto class. A composite one keeps its type and has only its
+    language model: where the Auto class is not one of causal models, with a head `score`."""
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
+
+    with torch.device("meta"):
+        if not is_composite(config):
+            return kind.from_config(config, **settings)
+        lm = AutoModelForMultimodalLM.from_config(config, **settings)
+        _drop_other_parts(lm)
+        if kind is not AutoModelForCausalLM:
+            _put_score(lm, config)
+    return lm
+
+
+def _drop_other_parts(lm: Any) -> None:
+    """Take out of a composite model what is neither its language model nor on the way to it, nor its head."""
+    decoder, head = lm.get_decoder(), lm.get_output_embeddings()
+    kept = {id(module) for part in (decoder, head) if part is not None for module in part.modules()}
+    for parent in [module for module in lm.modules() if id(module) not in kept]:
+        for name, parameter in list(parent._parameters.items()):
+            delattr(parent, name)
+            parent.register_buffer(name, parameter, persistent=False)  # transformers still gives it first numbers
+        for name, child in parent.named_children():
+            if not any(id(module) in kept for module in child.modules()):
+                setattr(parent, name, None)
+
+
+def _put_score(lm: Any, config: Any) -> None:
+    """Replace the head by one that gives a number, called as in a sequence classifier."""
+    head = lm.get_output_embeddings()
+    name = next(name for name, module in lm.named_modules() if module is head)
+    lm.set_submodule(name, nn.Identity())
+    lm.score = nn.Linear(head.in_features, config.num_labels, bias=False, dtype=head.weight.dtype)
+    lm.all_tied_weights_keys = {}
 
 
 class UnreadWeights:

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from penstock.errors import ConfigError
-from penstock.weights.folder_tensors import TIED_HEAD, read_json, tensor_shapes
+from penstock.weights.folder_tensors import is_head, language_fields, read_json, tensor_shapes
 from penstock.weights.transports import A_SUFFIX, B_SUFFIX
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, split_conversions
+from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, make_lm, split_conversions
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -222,7 +222,7 @@ def fit_to_folder(lm: Any, folder: Path, key: str) -> None:
         if not found:
             return
         problem = problem or found
-    quantized = read_json(folder / "config.json").get("quantization_config")
+    quantized = language_fields(read_json(folder / "config.json")).get("quantization_config")
     advice = "use another model"
     if quantized:
         method = quantized.get("quant_method", "a quantized form")
@@ -236,8 +236,7 @@ def model_without_weights(folder: Path) -> Any | None:
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     try:
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
+        return make_lm(AutoModelForCausalLM, config)
     except (NotImplementedError, RuntimeError):
         return None
 
@@ -274,9 +273,9 @@ def _conversions(lm: Any) -> list[Any]:
 
 def _difference(published: Shapes, wanted: Shapes) -> str:
     """The first difference between the model's tensors and the folder's, or an empty text. A tied head may lack."""
-    if missing := sorted(wanted.keys() - published.keys() - {TIED_HEAD}):
+    if missing := sorted(name for name in wanted.keys() - published.keys() if not is_head(name)):
         return f"the model lacks {len(missing)} of the folder's tensors, the first is {missing[0]}"
-    if unknown := sorted(published.keys() - wanted.keys() - {TIED_HEAD}):
+    if unknown := sorted(name for name in published.keys() - wanted.keys() if not is_head(name)):
         return f"the folder lacks {len(unknown)} of the model's tensors, the first is {unknown[0]}"
     for name, shape in wanted.items():
         if published.get(name, shape) != shape:

@@ -92,7 +92,7 @@ def watch_routers(lm: Any, learner: LearnerConfig) -> RouterWatch | None:
 def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
     """Raise ConfigError if the model has no routers, or for a replay, several in one layer or one expert per token: a
     report of one expert cannot be told from the zero of an engine that knows nothing."""
-    kind = lm.config.model_type
+    kind = lm.config.get_text_config().model_type
     if not routers:
         raise ConfigError(
             f"learner.router is set, but a model of type {kind} has no routers that can be watched; omit it"

@@ -12,7 +12,7 @@ from penstock.config.learner import JudgeConfig
 from penstock.errors import ConfigError
 from penstock.machine import collecting_rarely
 from penstock.weights.folder_tensors import read_json
-from penstock_learner.model.architectures import ModelPath, logit_form_of
+from penstock_learner.model.architectures import ModelPath, decoder_of, is_composite, logit_form_of
 from penstock_learner.model.attention.packed_layout import ModelInputs
 from penstock_learner.model.causal_lm import hidden_states, open_model, open_on_path, padded_inputs
 from penstock_learner.model.loading import FolderModel, decoder_layers
@@ -34,7 +34,8 @@ class ScalarModel(FolderModel):
         return self._numbers(hidden) if with_head else hidden
 
     def _forward_padded(self, rows: dict[str, Any], row: Tensor, column: Tensor, *, with_head: bool) -> Tensor:
-        hidden: Tensor = self.lm.base_model(**rows).last_hidden_state[row, column]
+        backbone = decoder_of(self.lm) if is_composite(self.lm.config) else self.lm.base_model
+        hidden: Tensor = backbone(**rows).last_hidden_state[row, column]
         return self._numbers(hidden) if with_head else hidden
 
     def _numbers(self, hidden: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ class JudgeModel(ScalarModel):
         return self._preference(self.lm(**rows).logits[row, column].float())
 
     def _numbers(self, hidden: Tensor) -> Tensor:
-        return self._preference(self.logit_form.apply(self.lm.lm_head(hidden).float()))
+        return self._preference(self.logit_form.apply(self.lm.get_output_embeddings()(hidden).float()))
 
     def _preference(self, logits: Tensor) -> Tensor:
         return torch.sigmoid(logits[:, self.yes_id] - logits[:, self.no_id])

@@ -29,6 +29,11 @@ _MARGIN = 4.0
 _LIMITS = {torch.float32: (1e-3, 1e-3), torch.bfloat16: (0.1, 1.0), torch.float16: (0.02, 0.2)}
 """Least and most that may be allowed, by the compute type. Some plain attention implementations skip a part of a
 model's attention, so two of them can differ by more than rounding."""
+LIMITS = (
+    "sliding_window", "sliding_window_size", "attention_chunk_size", "window_size", "attention_window_size",
+    "keep_window_size", "local_attention", "index_topk", "indexer_budget",
+)  # fmt: skip
+"""Names of the lengths at which configurations say that attention changes."""
 _SHORT = (5, 33, 48)
 """Lengths of the sequences besides the longest."""
 _EXCESS = 24
@@ -138,18 +143,18 @@ def _runner(model: CausalLM | ScalarModel, device: torch.device) -> Callable[[Se
 @contextmanager
 def _attention(lm: Any, implementation: str) -> Iterator[None]:
     before = lm.config._attn_implementation
-    lm.set_attn_implementation(implementation)
+    lm.set_attn_implementation({"": implementation, "text_config": implementation})
     try:
         yield
     finally:
-        lm.set_attn_implementation(before)
+        lm.set_attn_implementation({"": before, "text_config": before})
 
 
 def _lengths(config: Any) -> list[int]:
     """Tokens of each sequence. None is longer than the model allows."""
     text = config.get_text_config()
-    named = ("sliding_window", "attention_chunk_size", "window_size", "index_topk")
-    limits = [getattr(text, name, None) for name in named]
+    limits = [getattr(text, name, None) for name in LIMITS]
+    limits.append((getattr(text, "index_block_size", 0) or 0) * (getattr(text, "index_topk_blocks", 0) or 0))
     if depends_on_length(config):
         name = "original_max_position_embeddings"
         limits += [getattr(text, name, None), (getattr(text, "rope_parameters", None) or {}).get(name)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.machine import freeze_loaded_objects, idle_gpus
-from penstock.weights.folder_tensors import read_json
+from penstock.weights.folder_tensors import language_fields, read_json
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.engines.vllm.standby import start_standby
 from penstock_rollout.engines.vllm.start import PROFILES, is_cpu_build
@@ -54,7 +54,7 @@ def check_serves_model(name: str, model_path: Path) -> None:
     parameters that have no memory during a reload: nothing fails, and they keep their values. Its deepseek_v3 scores
     experts by a softmax unless config.json says `sigmoid`, which is what the model always uses; transformers omits
     that in folders that it writes."""
-    config = read_json(model_path / "config.json")
+    config = language_fields(read_json(model_path / "config.json"))
     model_type = config.get("model_type")
     if name == "vllm" and model_type in _NOT_UPDATED_BY_VLLM:
         raise ConfigError(

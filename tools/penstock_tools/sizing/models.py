@@ -18,7 +18,7 @@ from typing import Any
 
 from penstock.errors import ConfigError
 from penstock.hub import is_hub_id, local_model
-from penstock.weights.folder_tensors import tensor_shapes, weight_files
+from penstock.weights.folder_tensors import language_fields, tensor_shapes, weight_files
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ def find_shape(name: str) -> ModelShape:
     if not path.is_file():
         raise ConfigError(f"--model {name} is neither one of {', '.join(KNOWN)} nor a folder with config.json")
     try:
-        config = json.loads(path.read_text())
+        config = language_fields(json.loads(path.read_text()))
         return replace(_shape(config, folder), name=Path(name).name)
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise ConfigError(f"{path} does not describe a decoder that can be planned: {error!r}") from error

@@ -88,7 +88,7 @@ def mark_layers(lm: torch.nn.Module) -> None:
 
 def prepare_masks(lm: Any, packing: Packing) -> None:
     """Make the masks that layers with soft caps or sinks need on a GPU. Compiled layers only look them up."""
-    config = lm.config
+    config = lm.config.get_text_config()
     has_sinks = config.model_type in _TYPES_WITH_SINKS
     if packing.gather.is_cuda and (has_sinks or getattr(config, "attn_logit_softcapping", None) is not None):
         for window in (None, getattr(config, "sliding_window", None)):

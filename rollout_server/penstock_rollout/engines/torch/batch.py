@@ -304,7 +304,7 @@ class ExpertRecorder:
     """Listens to the routers of one model. Raises ConfigError for a model without any."""
 
     def __init__(self, model: Any) -> None:
-        self._num_layers: int = model.config.num_hidden_layers
+        self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._chosen: dict[int, torch.Tensor] = {}
         self._num_experts = 0
         for name, module in model.named_modules():

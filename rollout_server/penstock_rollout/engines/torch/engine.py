@@ -68,7 +68,7 @@ class TorchEngine(Engine):
         self._batch = DecodeBatch(
             self._model, frozenset(self._stop_ids), self._config.max_model_len, self._seed, recorder
         )
-        self._constraints = ConstraintCompiler(self._model_path, self._model.config.vocab_size)
+        self._constraints = ConstraintCompiler(self._model_path, self._model.config.get_text_config().vocab_size)
         self._opened(policy_version)
         self._thread = threading.Thread(target=self._run, name="torch-engine", daemon=True)
         self._thread.start()
@@ -230,20 +230,25 @@ class TorchEngine(Engine):
 
 
 def load_model(folder: Path, dtype: str, device: str) -> Any:
-    from transformers import AutoModelForCausalLM
+    """Load a causal model, or whole a composite one, which sees or hears besides. It is given text alone."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+    config = AutoConfig.from_pretrained(folder)
+    kind = AutoModelForCausalLM if config.get_text_config() is config else AutoModelForMultimodalLM
+    return kind.from_pretrained(folder, dtype=dtype).to(device).eval()
 
 
 @torch.no_grad()
 def load_into(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Copy the tensors, named as in the model's folder, into the model. Where the model holds them in another form,
     such as fused experts, Hugging Face converts them as it does when it loads the folder. This takes the memory of a
-    second model for a moment."""
+    second model for a moment. A composite model's other parts, which are not pushed, stay as they are."""
     state = model.state_dict()
     if not tensors.keys() <= state.keys():
         config = deepcopy(model.config)
-        converted = type(model).from_pretrained(None, config=config, state_dict=dict(tensors), dtype=model.dtype)
-        tensors = converted.state_dict()
+        converted, info = type(model).from_pretrained(
+            None, config=config, state_dict=dict(tensors), dtype=model.dtype, output_loading_info=True
+        )
+        tensors = {name: t for name, t in converted.state_dict().items() if name not in info["missing_keys"]}
     for name, tensor in tensors.items():
         state[name].copy_(tensor)

@@ -178,6 +178,7 @@ def _pack_tied_head(model: Any, hf_config: Any) -> None:
     """Pack a tied head again. On CPU vLLM multiplies with packed copies of the weights, and a reload packs only the
     layers that it loads. A tied head is loaded through the embedding, so its copy would keep the old weights."""
     if getattr(hf_config, "tie_word_embeddings", False):
+        model = model.get_language_model() if hasattr(model, "get_language_model") else model
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 

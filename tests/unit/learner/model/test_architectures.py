@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.errors import ConfigError
-from penstock_learner.model import causal_lm
+from penstock_learner.model import causal_lm, self_check
 from penstock_learner.model.architectures import (
     LogitForm,
     path_of,
@@ -23,8 +23,11 @@ from penstock_learner.model.causal_lm import load_model
 from penstock_learner.model.self_check import compare_with_plain, require_right
 from support.tiny_architectures import (
     ARCHITECTURES,
+    COMPOSITES,
     FAST,
+    LENGTHS,
     REFUSED,
+    UNTRIED,
     plain_log_probs,
     random_batch,
     tiny_config,
@@ -36,7 +39,8 @@ CPU = torch.device("cpu")
 
 
 def _cases() -> list[object]:
-    return [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES]
+    names = [*ARCHITECTURES, *COMPOSITES]
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # in GPT BigCode
@@ -59,7 +63,9 @@ def test_log_probs_and_gradients_are_those_of_the_plain_forward(name: str, tmp_p
             assert float((gradients[name] - parameter.grad).abs().max()) <= allowed, name
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2, wide head", "gpt_oss", "llama, dynamic rope", "qwen3_next"])
+@pytest.mark.parametrize(
+    "name", ["mistral", "gemma2, wide head", "gpt_oss", "llama, dynamic rope", "qwen3_next", "gemma3", "qwen3_vl"]
+)
 def test_a_right_model_passes_its_self_check(name: str, tmp_path: Path) -> None:
     tiny_model(name).save_pretrained(tmp_path)
     check = compare_with_plain(load_model(tmp_path, torch.float32, 16), "model.path", CPU, torch.float32)
@@ -132,7 +138,7 @@ def test_models_whose_sequences_cannot_be_shared_are_refused(name: str) -> None:
     require_parallel(shared, path_of(shared), 2)
 
 
-def test_composite_models_and_encoders_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_types_that_cannot_be_trained_are_refused_in_one_line(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     ways_in: tuple[Callable[[Path], object], ...] = (
@@ -147,23 +153,63 @@ def test_composite_models_and_encoders_are_refused_in_one_line(tmp_path: Path) -
             with pytest.raises(ConfigError) as raised:
                 way_in(folder)
             text = str(raised.value)
-            assert f"is of type {model_type}, wh" in text and "use a text-only decoder" in text, text
+            assert f"is of type {model_type}, wh" in text and "use another model" in text, text
             assert "\n" not in text
 
 
-def test_every_type_of_hugging_face_with_other_parts_is_refused() -> None:
-    """The next vision-language model must not be trained by accident either."""
+def test_every_type_of_hugging_face_with_other_parts_is_compared_or_refused() -> None:
+    """The next composite model must not be trained before somebody looked at it."""
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as SEEING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as COMPOSITE
 
+    same = {"glmga": "glm46v", "pp_chart2table": "got_ocr2", "shieldgemma2": "gemma3"}
     text_only = {"mistral4"}  # listed there, although it has no part that sees
-    for model_type in sorted(SEEING.keys() - text_only):
+    for model_type in sorted(COMPOSITE.keys() - text_only - UNTRIED - COMPOSITES.keys() - same.keys()):
         try:
             config = AutoConfig.for_model(model_type)
         except (TypeError, ValueError, ImportError):  # it has no default sizes
             continue
         with pytest.raises(ConfigError, match=f"is of type {config.model_type}, wh"):
             require_text_decoder(config, Path("folder"), "model.path")
+
+
+def test_a_scale_of_logits_that_only_engines_apply_is_refused() -> None:
+    config = tiny_config("granite_speech")
+    require_text_decoder(config, Path("folder"), "model.path")
+    config.text_config.logits_scaling = 4.0
+    with pytest.raises(ConfigError, match="whose logits are scaled or capped by engines, and not by Hugging Face"):
+        require_text_decoder(config, Path("folder"), "model.path")
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_sections_of_a_rotary_embedding_are_the_ordinary_one_for_text(name: str, tmp_path: Path) -> None:
+    model = tiny_model(name)
+    rotary, ordinary = model.model.language_model.rotary_emb, tiny_model("llama").model.rotary_emb
+    positions, hidden = torch.arange(50).unsqueeze(0), torch.zeros(1, 50, 32)
+    cosines, sines = rotary(hidden, positions.expand(3, 1, 50))
+    ordinary.inv_freq = rotary.inv_freq
+    wanted = ordinary(hidden, positions)
+    width = cosines.shape[-1]
+    for found, one in zip((cosines, sines), wanted, strict=True):
+        sections = found if found.dim() == 4 else found.unsqueeze(0)  # of Qwen2.5-VL attention takes a part of each
+        assert all(torch.equal(section, one[..., :width]) for section in sections)
+
+
+def test_sequences_are_longer_than_every_limit() -> None:
+    """What an architecture does beyond a window or a number of chosen tokens would not be compared otherwise."""
+    never_reached = {"doge", "mistral, long window"}  # Doge has as many positions
+    for name in [*ARCHITECTURES, *COMPOSITES]:
+        text = tiny_config(name).get_text_config()
+        limits = {limit: getattr(text, limit, None) for limit in self_check.LIMITS}
+        if name not in never_reached:
+            assert not {limit: size for limit, size in limits.items() if size and size >= max(LENGTHS)}, name
+
+
+def test_chosen_tokens_that_tie_are_refused(tmp_path: Path) -> None:
+    """With few index heads scores tie at zero, and Hugging Face chooses among them by the length of the row."""
+    tiny_model("deepseek_v32", index_n_heads=4).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="deepseek_v32 on the padded path differs"):
+        require_right(load_model(tmp_path, torch.float32, 16), "model.path", CPU, torch.float32)
 
 
 def test_the_self_check_refuses_a_model_whose_tokens_see_later_ones(

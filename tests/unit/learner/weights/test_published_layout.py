@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from penstock.config.learner import LoraConfig
 from penstock.config.loading import validate
 from penstock.errors import ConfigError
-from penstock.weights.folder_tensors import tensor_shapes
+from penstock.weights.folder_tensors import other_parts, tensor_shapes
 from penstock.weights.transports import check_adapter
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.causal_lm import CausalLM, load_model
@@ -22,7 +22,7 @@ from penstock_learner.start_check import _check_structure
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_rollout.weights.stage import merged_weights
 from support.learner_ranks import with_model
-from support.tiny_architectures import ARCHITECTURES, tiny_model
+from support.tiny_architectures import ARCHITECTURES, COMPOSITES, tiny_model
 
 FAST = {"qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "llama"}
 """Experts of each kind, and a dense model. The others are compared in the long tests."""
@@ -39,9 +39,8 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def _cases() -> list[Any]:
-    return [
-        name if name in FAST | REFUSED.keys() else pytest.param(name, marks=pytest.mark.long) for name in ARCHITECTURES
-    ]
+    names = [*ARCHITECTURES, *COMPOSITES]
+    return [name if name in FAST | REFUSED.keys() else pytest.param(name, marks=pytest.mark.long) for name in names]
 
 
 def _loaded(name: str, folder: Path) -> CausalLM:
@@ -59,7 +58,9 @@ def test_a_gather_is_what_the_folder_contains(name: str, tmp_path: Path) -> None
         assert "\n" not in str(raised.value)
         return
     model = _loaded(name, tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
+    others = set(other_parts(tmp_path))
+    assert bool(others) == (name in COMPOSITES)
+    stored = {key: tensor for key, tensor in load_file(tmp_path / "model.safetensors").items() if key not in others}
     pushed = PushedWeights(model)
     gathered = {name: tensor.clone() for name, tensor in pushed.gathered()}
     assert gathered.keys() == stored.keys()

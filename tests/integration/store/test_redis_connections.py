@@ -27,7 +27,7 @@ from penstock.config.run import RunConfig, WeightsConfig
 from penstock.config.service import RedisConfig, ReplayConfig
 from penstock.errors import ConfigError, Unavailable, first_error
 from penstock.feed.feed_process import feed_run
-from penstock.machine import free_port, wait_for_port
+from penstock.machine import free_port, port_is_free, wait_for_port
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.redis_client import check_primary, connect
@@ -333,8 +333,8 @@ async def test_cluster(tmp_path: Path) -> None:
 
 
 def cluster_port() -> int:
-    """A free port for which the cluster bus port, 10,000 higher, exists."""
-    while (port := free_port()) > 55_000:
+    """A free port for which the cluster bus port, 10,000 higher, is free too, and not one that connections get."""
+    while (port := free_port()) >= 22_000 or not port_is_free("127.0.0.1", port + 10_000):
         pass
     return port
 

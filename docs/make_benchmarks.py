@@ -56,6 +56,10 @@ BENCHES = {
         "and 12 or 13 without, which explains part of the lower memory",
     ),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
+    "hybrid": (
+        "Hybrid models in training", "bench/gpu/hybrid.py",
+        "a Qwen3.5-shaped step with flash-linear-attention, compared with a dense model and with the padded path",
+    ),
     "offload": (
         "Offload", "bench/gpu/offload.py",
         "memory of a training step with a reference, compared with none and with what `penstock plan` expects",

@@ -35,15 +35,15 @@ def _config(tmp_path: Path, model: Path, critic: Path | None) -> Any:
 def vision_folder(tmp_path: Path) -> Path:
     from transformers import AutoConfig
 
-    AutoConfig.for_model("gemma3").save_pretrained(tmp_path / "vision")
+    AutoConfig.for_model("mllama").save_pretrained(tmp_path / "vision")
     return tmp_path / "vision"
 
 
-def test_the_check_names_the_role_whose_model_has_other_parts(tmp_path: Path, vision_folder: Path) -> None:
+def test_the_check_names_the_role_whose_language_model_is_no_separate_part(tmp_path: Path, vision_folder: Path) -> None:
     assert "from the model folder" in check(_config(tmp_path, MODEL, None))
     for model, critic, key in ((vision_folder, None, "model.path"), (MODEL, vision_folder, "learner.critic.path")):
         with pytest.raises(
-            ConfigError, match=rf"{key} \S+vision is of type gemma3, which has other parts .*vision_config"
+            ConfigError, match=rf"{key} \S+vision is of type mllama, whose layers for images stand between"
         ):
             check(_config(tmp_path, model, critic))
 

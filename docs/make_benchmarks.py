@@ -52,8 +52,7 @@ BENCHES = {
     "engine_check_sglang_bf16": ("SGLang on a GPU", "bench/gpu/engine_check.py --engine sglang", "the same"),
     "prefixes": (
         "Shared prefixes in training", "bench/gpu/prefixes.py",
-        "compared with the same step without sharing. At 128 + 1,024 tokens a micro-batch has 8 sequences with sharing "
-        "and 12 or 13 without, which explains part of the lower memory",
+        "compared with the same step without sharing. At 128 + 1,024 tokens its micro-batches have fewer sequences",
     ),
     "learner": ("The training step", "bench/gpu/learner.py", "compared with plain Hugging Face and TRL's GRPO loss"),
     "hybrid": (
@@ -68,10 +67,9 @@ BENCHES = {
         "Whole runs",
         "bench/gpu/whole_run.py",
         "GRPO on one GPU, compared with TRL's GRPOTrainer and with verl, both with vLLM and their defaults "
-        "except for sizes; `bench/gpu/whole_run_parts/` has the settings. Parts of a round (`@3`) ran one after "
-        "another on one machine, except trl-1.5b of the first round. verl ran in earlier sessions, and made 12 steps "
-        "in its time, because it takes five minutes to start. The learner's share counts all of an update as "
-        "training, also while the server uses the GPU. A server counts as generating while it has at least one request",
+        "except for sizes (`bench/gpu/whole_run_parts/`). Parts of a round (`@3`) ran one after another on one "
+        "machine, except trl-1.5b of the first round. verl takes five minutes to start, and made 12 steps in its time. "
+        "Updates count as training also while the server uses the GPU",
     ),
     "cold_start": (
         "Starting a run", "bench/gpu/cold_start.py", "`penstock up` to the first step, with kept and with empty caches",
@@ -99,9 +97,8 @@ BENCHES = {
     "scale": (
         "Scale",
         "make bench-scale",
-        "costs of a group and of a server, with 1,000, 100 and 10 simulated servers. The first limit is Redis, which "
-        "has one core: with 1,000 servers it takes about 1,050 groups a second. One gateway process takes 700 "
-        "submissions a second",
+        "costs of a group and of a server, with 1,000, 100 and 10 simulated servers. The first limit is the core of "
+        "Redis: about 1,050 groups a second with 1,000 servers",
     ),
     "against": (
         "Against another commit", "make bench-against BASE=<commit>",

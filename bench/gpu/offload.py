@@ -75,15 +75,17 @@ def bench_model(name: str, compiled: bool) -> Results:
             plain_s, plain_norm, plain_bytes = statistics.median(seconds), norm, peak
         results.add(f"{label}, step", "s", *seconds)
         results.add(f"{label}, step / none", "×", statistics.median(seconds) / plain_s)
-        results.bar(f"{label}, gradient / none - 1", abs(norm / plain_norm - 1), 1e-3, at_most=True)
+        if label != "none":
+            results.bar(f"{label}: gradient / none - 1", abs(norm / plain_norm - 1), 1e-3, at_most=True)
         if device.type == "cuda":
             planned = planned_bytes(name, choice)
             results.add(f"{label}, peak memory", "GiB", peak / GIB)
             results.add(f"{label}, saved", "GiB", (plain_bytes - peak) / GIB)
             results.add(f"{label}, planned memory", "GiB", planned / GIB)
             share = planned / planned_bytes(name, CHOICES["none"])
-            results.bar(f"{label}, peak memory / none", peak / plain_bytes, share * (1 + TOLERANCE), at_most=True)
-            results.bar(f"{label}, planned / measured - 1", abs(planned / peak - 1), TOLERANCE, at_most=True)
+            if label != "none":
+                results.bar(f"{label}: peak memory / none", peak / plain_bytes, share * (1 + TOLERANCE), at_most=True)
+            results.bar(f"{label}: planned / measured - 1", abs(planned / peak - 1), TOLERANCE, at_most=True)
         save(results)
         if label == "all":
             results.add("all, update alone", "s", *contender.update_seconds())

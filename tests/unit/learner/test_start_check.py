@@ -39,7 +39,7 @@ def vision_folder(tmp_path: Path) -> Path:
     return tmp_path / "vision"
 
 
-def test_the_check_names_the_role_whose_language_model_is_no_separate_part(tmp_path: Path, vision_folder: Path) -> None:
+def test_the_check_names_the_role_whose_model_has_layers_for_images(tmp_path: Path, vision_folder: Path) -> None:
     assert "from the model folder" in check(_config(tmp_path, MODEL, None))
     for model, critic, key in ((vision_folder, None, "model.path"), (MODEL, vision_folder, "learner.critic.path")):
         with pytest.raises(

@@ -143,6 +143,7 @@ def prepare_environment(config: RunConfig) -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         # Ray would start a process per CPU in advance and end it unused, because ranks get their own.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
+        os.environ.setdefault("RAY_worker_niceness", "0")  # by default ranks would wait for all else on busy CPUs
         # On Linux, Ray replaces the address 127.0.0.1 with that of another interface, and then listens on all of them,
         # unless this says that the node belongs to no cluster.
         os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

@@ -87,7 +87,7 @@ def ray_head_command(config: RunConfig, host: str, folder: str) -> list[str]:
 
 
 def ray_environment(token_file: Path) -> dict[str, str]:
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file)}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_file), "RAY_worker_niceness": "0"}
 
 
 def write_join_file(config: RunConfig, ray_token_file: Path | None) -> Path:

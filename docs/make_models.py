@@ -44,8 +44,8 @@ penstock check-model examples/arithmetic/model
 
 The lists show tiny random models in float32; *error* is the largest difference of a token's log-prob, in nats, from
 Hugging Face's forward of each sequence alone, longer than every window. Rotary embeddings that change with the length
-(`dynamic`, `longrope`) are computed for each sequence. Sparse attention (deepseek_v32, glm_moe_dsa, hy_v4, axk2) has 64 index heads, as
-published; with few, scores tie and the self-check refuses.
+(`dynamic`, `longrope`) are computed for each sequence. Sparse attention (deepseek_v32, glm_moe_dsa, hy_v4, axk2) has
+64 index heads, as published; with few, scores tie and the self-check refuses.
 
 Mixtures of experts have their own page: [experts.md](experts.md).
 

@@ -29,7 +29,7 @@ NAME = "hybrid"
 TIMEOUTS_S = {"tiny": 300.0, "exact": 400.0, "2b": 300.0}
 NUM_STEPS = sized(3, 1)
 LENGTHS = sized((1, 700, 64, 3, 1, 129, 2), (1, 70, 3, 2))
-"""Of the sequences that are checked: shorter than a convolution, as long as a chunk, and longer."""
+"""The checked sequences are shorter than a convolution, as long as a chunk, and longer."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,12 @@ def bench_model(name: str, compiled: bool) -> Results:
     import torch
     import torch.distributed as dist
 
-    from learner_parts.steps import clear, matmul_flops
+    from learner_parts.steps import clear, matmul_flops, start_only_rank
     from penstock_learner.model import recurrent_layers
     from penstock_learner.model.torch_settings import set_up_torch
 
     set_up_torch(torch.get_num_threads(), compiles=True)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    device = start_only_rank()
     results, peak = Results(), matmul_flops(device)
     if device.type == "cuda" and (missing := recurrent_layers.missing_kernels()):
         say(f"no kernels, plain PyTorch is measured: {missing} is not installed")

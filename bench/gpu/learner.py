@@ -31,17 +31,14 @@ def bench_model(name: str, compiled: bool) -> Results:
     import torch.distributed as dist
 
     from learner_parts.models import SHAPES
-    from learner_parts.steps import clear, make_batch, matmul_flops
+    from learner_parts.steps import clear, make_batch, matmul_flops, start_only_rank
     from penstock_learner.model.torch_settings import set_up_torch
 
     set_up_torch(torch.get_num_threads(), compiles=True)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # torch would quietly run a layer uncompiled
 
     shape = SHAPES[name]
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    device = start_only_rank()
     results = Results()
     peak = matmul_flops(device)
     results.add("large bfloat16 product", "TFLOP/s", peak / 1e12)

@@ -49,14 +49,11 @@ def bench_model(name: str, compiled: bool) -> Results:
     import torch.distributed as dist
 
     from learner_parts.models import SHAPES
-    from learner_parts.steps import GIB, clear, make_batch
+    from learner_parts.steps import GIB, clear, make_batch, start_only_rank
     from penstock_learner.model.torch_settings import set_up_torch
 
     set_up_torch(torch.get_num_threads(), compiles=False)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    device = start_only_rank()
     results, shape = Results(), SHAPES[name]
     num_sequences = NUM_MICRO_BATCHES * MICRO_BATCH_TOKENS // shape.length if name != "tiny" else 4
     batch = make_batch([shape.length] * num_sequences, shape.vocabulary)

@@ -62,15 +62,12 @@ def bench_model(name: str, compiled: bool) -> Results:
     import torch.distributed as dist
 
     from learner_parts.models import SHAPES, Setting
-    from learner_parts.steps import Ours, clear
+    from learner_parts.steps import Ours, clear, start_only_rank
     from penstock_learner.model.torch_settings import set_up_torch
 
     set_up_torch(torch.get_num_threads(), compiles=True)
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # torch would quietly run a layer uncompiled
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    device = start_only_rank()
     results, shape = Results(), SHAPES[name]
     setting = shape.settings[0]
     contender = Ours(shape, device, "bfloat16", Setting(setting.recomputed, MICRO_BATCH_TOKENS, setting.kept), compiled)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ConfigError, first_line_of
+from penstock.fetching import FIELD
 
-FIELD = "SOURCE"
 MAGIC = b"GGUF"
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from learner_parts.models import Setting, Shape
@@ -28,6 +29,15 @@ from penstock_learner.steps.program import denominators_of
 
 GIB = 2**30
 LR = 1e-6
+
+
+def start_only_rank() -> torch.device:
+    """Make a process group of this process alone. Returns its device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return device
 
 
 def make_batch(lengths: Sequence[int], vocabulary: int) -> SequenceBatch:

@@ -30,7 +30,7 @@ A composite model (`*ForConditionalGeneration`) is trained on text: only its lan
 under the folder's names, and saved. `penstock export` copies its other parts unchanged.
 
 Recurrent layers (gated delta nets, Mamba-2, short convolutions, RG-LRU) are packed too, without
-`learner.sequence_parallel` and shared prefixes. On a GPU, install `flash-linear-attention`: plain PyTorch is slow.
+`learner.sequence_parallel` and shared prefixes. `penstock[gpu]` has their kernels.
 
 A model that can take neither path is refused in one line, also if its weights cannot be sharded layer by layer or
 pushed under the folder's names: below, deepseek_v4, hrm_text, longcat_flash and zamba2.

@@ -37,9 +37,9 @@ from harness import Bar, Measurement, gateway_process, make_parser, redis_proces
 from penstock.codec import encode_prompt
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
 from penstock.config.service import GatewayConfig, RedisConfig, ReplayConfig
+from penstock.internal_calls import ClusterKey
 from penstock.machine import free_port, measure_memory
 from penstock.trajectory import Prompt, Sampling
-from penstock.weights.transports import ClusterKey
 from scale_parts.fleet import (
     Costs,
     FleetProcesses,

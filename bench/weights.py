@@ -30,9 +30,10 @@ from penstock.config.learner import LearnerConfig
 from penstock.config.loading import dump_config, validate
 from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
+from penstock.internal_calls import ClusterKey
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2_grpc
-from penstock.weights.transports import ClusterKey, host_id
+from penstock.weights.transports import host_id
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest

@@ -25,7 +25,7 @@ CHART = Path(__file__).parent / "penstock"
 SCHEMA_FILE, KEYS_FILE = CHART / "values.schema.json", CHART / "files" / "known-values.json"
 DECIDED = "decided by the chart"
 DECIDED_BY_CHART = {
-    "RunConfig": ("run_dir", "cache_dir", "demo"),
+    "RunConfig": ("run_dir", "cache_dir", "demo", "tls"),
     "RedisConfig": ("url", "username", "password_file"),
     "GatewayConfig": ("host", "port", "grpc_port", "api_key_file", "keys_file", "tls_cert_file", "tls_key_file"),
     "RolloutConfig": ("host", "advertise_host", "port", "metrics_port", "num_servers"),
@@ -172,6 +172,7 @@ def chart_values() -> Schema:
         securityContext=section(runAsUser=AT_LEAST_ONE, runAsGroup=AT_LEAST_ONE, fsGroup=AT_LEAST_ONE),
         gpuResource={"type": "string", "minLength": 1},
         gateway=gateway(),
+        tls=section(enabled=FLAG),
         certManager=section(enabled=FLAG, issuerRef=FREE, publicNamesOnly=FLAG),
         rollout=rollout(),
         learner=learner(),

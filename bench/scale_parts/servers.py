@@ -26,13 +26,13 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
 from penstock.config.service import ReplayConfig
+from penstock.internal_calls import ClusterKey
 from penstock.replay.queue import RedisReplayQueue
 from penstock.replay.queue_types import Lease
 from penstock.store.fleet import Fleet, PolicyRegistry, Reported, ServerRecord
 from penstock.store.redis_client import RedisClient, connect
 from penstock.trajectory import Group, Prompt, Trajectory, VersionSegment
 from penstock.v1 import generate_pb2, generate_pb2_grpc, groups_pb2, weights_pb2, weights_pb2_grpc
-from penstock.weights.transports import ClusterKey
 from penstock_rollout.engines.engine import CommitReport, EngineStats
 from penstock_rollout.fleet import membership
 from penstock_rollout.fleet.membership import FleetMembership, WeightMember, make_listener

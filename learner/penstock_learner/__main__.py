@@ -31,9 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, overrides = parse_with_overrides(parser, argv)
     from penstock.config.loading import load_config
     from penstock.hub import with_local_models
+    from penstock.internal_calls import ClusterKey, check_certificates
     from penstock.machine import keep_compiled_code, keep_files_private
     from penstock.start_checks import make_run_folder
-    from penstock.weights.transports import ClusterKey
 
     try:
         config = load_config(arguments.config, overrides)
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_run_folder(config)
         keep_compiled_code(config.cache_folder)
         ClusterKey.of(config).make_if_missing()
+        check_certificates(config.tls)
         asyncio.run(serve(config))
     except PenstockError as error:
         print(f"penstock learner: error: {error}", file=sys.stderr, flush=True)

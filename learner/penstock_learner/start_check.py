@@ -10,8 +10,8 @@ from penstock.config.gpu_bundles import num_gpus
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, PenstockError, one_line
+from penstock.internal_calls import ClusterKey, check_certificates
 from penstock.start_checks import check_model, check_redis, check_roles, check_run_folder
-from penstock.weights.transports import ClusterKey
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, read_rewind
 from penstock_learner.loggers.step_loggers import check_loggers
 from penstock_learner.roles.profiling import check_profiler
@@ -51,6 +51,7 @@ def check_files(config: RunConfig) -> list[Path]:
     check_roles(config.learner)
     check_run_folder(config)
     ClusterKey.of(config).check()
+    check_certificates(config.tls)
     check_loggers(config.learner.loggers)
     check_profiler(config.learner)
     checkpoint, folder = config.learner.checkpoint, config.folder / "checkpoints"

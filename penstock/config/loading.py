@@ -277,7 +277,8 @@ def validate(
 ) -> RunConfig:
     """Raises ConfigError with a line for each wrong field. The keys in `overridden` are from the command line."""
     try:
-        return RunConfig.model_validate(data)
+        config = RunConfig.model_validate(data)
+        return config.changed(config.certificates_of_redis)
     except ValidationError as error:
         lines = []
         for mistake in explain(error, RunConfig):

@@ -13,7 +13,8 @@ from penstock.config.base import Config
 from penstock.config.dataset import DatasetConfig
 from penstock.config.learner import LearnerConfig, SftConfig
 from penstock.config.rollout import RolloutConfig
-from penstock.config.service import DemoConfig, GatewayConfig, RedisConfig, ReplayConfig
+from penstock.config.service import DemoConfig, GatewayConfig, RedisConfig, ReplayConfig, TlsConfig
+from penstock.machine import is_loopback
 
 
 class WeightsConfig(Config):
@@ -86,6 +87,7 @@ class RunConfig(Config):
     model: ModelConfig
     dataset: DatasetConfig = DatasetConfig()
     redis: RedisConfig = RedisConfig()
+    tls: TlsConfig = TlsConfig()
     replay: ReplayConfig = ReplayConfig()
     gateway: GatewayConfig = GatewayConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -99,7 +101,7 @@ class RunConfig(Config):
         reward, reward_model = self.rollout.reward, self.learner.reward_model
         kinds = {chosen.kind for chosen in (*reward.by_data_source.values(), reward.default)}
         compares = self.replay.dynamic_sampling or self.replay.group_filter.looks_at_rewards
-        advantage = self.learner.algorithm.advantage.name
+        advantage, url = self.learner.algorithm.advantage.name, urlsplit(self.redis.url)
         return (
             ("reward_model" in kinds and reward_model is None,
              "a reward of kind reward_model needs the learner's reward model: add learner.reward_model.path"),
@@ -109,6 +111,8 @@ class RunConfig(Config):
             (self.dataset.file is not None and self.dataset.num_samples == 1 and advantage in COMPARING_ADVANTAGES,
              f"advantage {advantage} compares the samples of a prompt, so with one it trains nothing: raise "
              "dataset.num_samples, or choose grpo"),
+            (self.tls.files and url.scheme == "redis" and not is_loopback(url.hostname or ""),
+             "tls encrypts the calls to Redis, too: set redis.url to a rediss:// one"),
             (self._ray_is_redis,
              f"learner.ray_address {self.learner.ray_address} is the address of redis.url; give the one of Ray's head, "
              "and start that with another --port than 6379, such as 6380"),
@@ -123,6 +127,15 @@ class RunConfig(Config):
             return is_same_host and int(port) == (url.port or 6379)
         except ValueError:  # of a port that is not a number: Redis' client explains it
             return False
+
+    @property
+    def certificates_of_redis(self) -> dict[str, Path]:
+        """What Redis' settings take from `tls`, by their paths. Redis' own certificates come first."""
+        redis = self.redis
+        if urlsplit(redis.url).scheme != "rediss" or redis.tls_ca_file or redis.tls_cert_file:
+            return {}
+        names = ("redis.tls_ca_file", "redis.tls_cert_file", "redis.tls_key_file")
+        return dict(zip(names, self.tls.files, strict=False))
 
     @property
     def folder(self) -> Path:

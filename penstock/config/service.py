@@ -52,6 +52,31 @@ def _lacks_key(cert_file: Path | None, key_file: Path | None) -> tuple[bool, str
     return (cert_file is None) != (key_file is None), "tls_cert_file: set tls_key_file as well, or neither"
 
 
+TLS_NAME = "penstock"
+"""The name that every certificate of `tls` has. Processes have no other names in common."""
+
+
+class TlsConfig(Config):
+    """TLS between learner, gateway and rollout servers, and to a rediss:// URL. Each side checks the other's
+    certificate, so one for all processes is enough: of the DNS name `penstock`. Renewed files count at once."""
+
+    ca_file: Path | None = None
+    """Certificate authorities that must have signed the certificate of the other side. None means no TLS."""
+    cert_file: Path | None = None
+    """Certificate chain of a process."""
+    key_file: Path | None = None
+    """Private key of `cert_file`."""
+
+    def refused(self) -> tuple[tuple[object, str], ...]:
+        names = (self.ca_file, self.cert_file, self.key_file)
+        return ((None in names and any(names), "set ca_file, cert_file and key_file, or none of them"),)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files in the order of the fields, or none of them."""
+        return tuple(file for file in (self.ca_file, self.cert_file, self.key_file) if file)
+
+
 class BreakerConfig(Config):
     """The circuit breaker of each rollout server. It pauses leasing while everything that the server tries fails."""
 

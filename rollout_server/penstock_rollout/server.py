@@ -34,6 +34,7 @@ from prometheus_client import REGISTRY
 from penstock.cancellation import end_task
 from penstock.config.run import RunConfig
 from penstock.errors import PenstockError, Unavailable, described, first_error
+from penstock.internal_calls import ClusterKey, check_certificates, open_internal_port
 from penstock.machine import is_loopback, keep_collectives_on_loopback, warn_of_plain_links
 from penstock.metrics import write_endpoint
 from penstock.process_endpoint import ProcessEndpoint, Readiness
@@ -45,7 +46,6 @@ from penstock.store.notices import Event, NoticeBoard, Notices
 from penstock.store.redis_client import check_primary, connect
 from penstock.tracing import Tracing, open_tracing
 from penstock.v1 import generate_pb2_grpc, weights_pb2_grpc
-from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.saved_samples import TokenSaver
 from penstock_rollout.agents.tool_calls import tokenization_of
@@ -140,7 +140,7 @@ class RolloutServer:
         """Start the internal listener and write where it is. Returns the address for other processes."""
         rollout = self.config.rollout
         try:
-            port = self.listener.add_insecure_port(f"{rollout.host}:{rollout.port}")
+            port = open_internal_port(self.listener, f"{rollout.host}:{rollout.port}", self.config.tls)
         except RuntimeError as error:
             raise Unavailable(
                 f"port {rollout.port} on {rollout.host} is in use; set rollout.port to a free one or 0"
@@ -253,9 +253,11 @@ async def serve(config: RunConfig, server_id: str) -> None:
     check_model(config)
     check_serves_model(resolve_engine_name(config.rollout.engine), config.model.path)
     ClusterKey.of(config).make_if_missing()
+    check_certificates(config.tls)
     if is_loopback(config.rollout.host):
         keep_collectives_on_loopback()
-    warn_of_plain_links("rollout.host", config.rollout.host, "calls with the cluster key")
+    if not config.tls.files:
+        warn_of_plain_links("rollout.host", config.rollout.host, "calls with the cluster key")
     server = assemble(config, server_id)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

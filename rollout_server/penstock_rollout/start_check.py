@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from penstock.config.rollout import AgentsConfig, SearchTool
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
+from penstock.internal_calls import ClusterKey, check_certificates
 from penstock.machine import is_loopback
 from penstock.start_checks import (
     check_agent_packages,
@@ -20,7 +21,6 @@ from penstock.start_checks import (
     check_run_folder,
     check_tokenizer,
 )
-from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.loops import Agents
 from penstock_rollout.agents.tool_calls import tokenization_of
 from penstock_rollout.engines.factory import (
@@ -55,6 +55,7 @@ def check(config: RunConfig) -> str:
     check_lengths(config)
     check_run_folder(config)
     ClusterKey.of(config).check()
+    check_certificates(config.tls)
     engine = resolve_engine_name(config.rollout.engine)
     check_devices(engine, config.rollout.engine)
     check_settings(engine, config.rollout.engine, report_experts=config.learner.router.replay)

@@ -137,9 +137,10 @@ async def _push_to_torch_engine(config: dict[str, Any], model: Path, call: Calla
 
     from penstock.config.loading import validate
     from penstock.config.rollout import EngineConfig
+    from penstock.internal_calls import ClusterKey
     from penstock.trajectory import Sampling
     from penstock.v1 import weights_pb2_grpc
-    from penstock.weights.transports import ClusterKey, host_id
+    from penstock.weights.transports import host_id
     from penstock_rollout.engines.engine import GenerateRequest
     from penstock_rollout.engines.torch.engine import TorchEngine
     from penstock_rollout.fleet.membership import WeightMember, available_transports, make_listener

@@ -23,9 +23,10 @@ from prometheus_client import CollectorRegistry
 from penstock.config.loading import validate
 from penstock.config.rollout import EngineConfig
 from penstock.config.run import RunConfig
+from penstock.internal_calls import ClusterKey
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2_grpc
-from penstock.weights.transports import ClusterKey, has_cupy, host_id
+from penstock.weights.transports import has_cupy, host_id
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.engines.engine import Engine, GenerateRequest

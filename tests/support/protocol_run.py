@@ -14,9 +14,9 @@ import redis.asyncio as redis
 
 from penstock.config.rollout import EngineConfig
 from penstock.config.service import ReplayConfig
+from penstock.internal_calls import ClusterKey
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.v1 import generate_pb2_grpc
-from penstock.weights.transports import ClusterKey
 from penstock_rollout.engines.torch.engine import TorchEngine
 from penstock_rollout.fleet.membership import make_listener
 from penstock_rollout.serving.generate_service import GenerateService

@@ -16,10 +16,10 @@ from prometheus_client import CollectorRegistry
 from penstock.config.rollout import AgentsConfig
 from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput
+from penstock.internal_calls import ClusterKey
 from penstock.store.fleet import Fleet, ServerRecord
 from penstock.trajectory import FinishReason, Prompt, Sampling, VersionSegment
 from penstock.v1 import generate_pb2_grpc
-from penstock.weights.transports import ClusterKey
 from penstock_rollout.agents.interactions import Interaction
 from penstock_rollout.agents.tool_calls import ToolCallParser, parse_hermes
 from penstock_rollout.agents.tools import Tool

@@ -20,10 +20,11 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.loading import load_config
 from penstock.config.run import RunConfig
+from penstock.internal_calls import ClusterKey
 from penstock.v1 import weights_pb2_grpc
 from penstock.weights import cuda
 from penstock.weights.cuda import NcclGroup
-from penstock.weights.transports import XXH3_PIECES, ClusterKey, Deadline, host_checksum, host_id, weights_digest
+from penstock.weights.transports import XXH3_PIECES, Deadline, host_checksum, host_id, weights_digest
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from penstock_rollout.fleet.membership import WeightMember, available_transports, make_listener

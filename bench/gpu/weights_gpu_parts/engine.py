@@ -158,8 +158,9 @@ async def member(config: RunConfig, engine: Any) -> AsyncIterator[dict[str, Any]
     """Start the rollout server's weight listener in front of the engine. Yields the fields of the push target."""
     from prometheus_client import CollectorRegistry
 
+    from penstock.internal_calls import ClusterKey
     from penstock.v1 import weights_pb2_grpc
-    from penstock.weights.transports import ClusterKey, host_id
+    from penstock.weights.transports import host_id
     from penstock_rollout.fleet.membership import WeightMember, available_transports, make_listener
     from penstock_rollout.metrics import RolloutMetrics
 

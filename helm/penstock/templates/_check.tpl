@@ -52,6 +52,9 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- if and $values.tls.enabled (not $values.redis.enabled) (hasPrefix "redis://" $values.externalRedis.url) -}}
+{{- fail "tls.enabled is true; set externalRedis.url to a rediss:// one, whose certificate ca.crt in the Secret has signed" -}}
+{{- end -}}
 {{- if and $values.gateway.tls.enabled (not (or $values.gateway.tls.secretName $values.certManager.enabled)) -}}
 {{- fail "gateway.tls.enabled is true; set gateway.tls.secretName to a Secret with tls.crt and tls.key, or certManager.enabled" -}}
 {{- end -}}

@@ -8,7 +8,7 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
 {{- define "penstock.config" -}}
 {{- $decided := dict
   "run_dir" "/runs"
-  "redis" (dict "url" (ternary (printf "redis://%s-redis:6379/0" (include "penstock.fullname" .)) .Values.externalRedis.url .Values.redis.enabled))
+  "redis" (dict "url" (ternary (printf "%s://%s-redis:6379/0" (ternary "rediss" "redis" .Values.tls.enabled) (include "penstock.fullname" .)) .Values.externalRedis.url .Values.redis.enabled))
   "gateway" (dict "host" "0.0.0.0" "port" 8080 "grpc_port" 9090 "api_key_file" "/etc/penstock/keys/api-key")
   "rollout" (dict "port" 7070 "metrics_port" 9100)
   "dataset" (dict "metrics_host" "0.0.0.0" "metrics_port" 9100)
@@ -20,6 +20,10 @@ Redis are paths of mounted files. Each process gets its Redis user, and a rollou
 {{- end -}}
 {{- if include "penstock.hasRedisPassword" . -}}
 {{- $_ := set $decided.redis "password_file" "/etc/penstock/redis/password" -}}
+{{- end -}}
+{{- if .Values.tls.enabled -}}
+{{- $folder := "/etc/penstock/certificates" -}}
+{{- $_ := set $decided "tls" (dict "ca_file" (printf "%s/ca.crt" $folder) "cert_file" (printf "%s/tls.crt" $folder) "key_file" (printf "%s/tls.key" $folder)) -}}
 {{- end -}}
 {{- if .Values.gateway.tls.enabled -}}
 {{- $_ := set $decided.gateway "tls_cert_file" "/etc/penstock/tls/tls.crt" -}}

@@ -174,6 +174,23 @@ instead. */}}
 {{- end }}
 {{- end -}}
 
+{{/* The certificate of the run's processes, with `tls`. */}}
+{{- define "penstock.certificatesVolume" -}}
+{{- if .Values.tls.enabled }}
+- name: certificates
+  secret:
+    secretName: {{ include "penstock.secretName" . }}
+    defaultMode: 0440
+    items: [{key: ca.crt, path: ca.crt}, {key: tls.crt, path: tls.crt}, {key: tls.key, path: tls.key}]
+{{- end }}
+{{- end -}}
+
+{{- define "penstock.certificatesMount" -}}
+{{- if .Values.tls.enabled }}
+- {name: certificates, mountPath: /etc/penstock/certificates, readOnly: true}
+{{- end }}
+{{- end -}}
+
 {{/* The Secrets Store driver makes the Secret of secretName as soon as a pod mounts its volume. */}}
 {{- define "penstock.providerVolume" -}}
 {{- with .Values.secretProviderClass }}

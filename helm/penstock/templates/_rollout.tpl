@@ -79,10 +79,12 @@ spec:
         {{- include "penstock.mounts" $root | nindent 8 }}
         {{- include "penstock.modelMounts" $root | nindent 8 }}
         {{- include "penstock.keysMount" $root | nindent 8 }}
+        {{- include "penstock.certificatesMount" $root | nindent 8 }}
         {{- include "penstock.redisMount" $root | nindent 8 }}
   volumes:
     {{- include "penstock.trainingVolumes" (list $root $pool.shmSize) | nindent 4 }}
     {{- include "penstock.keysVolume" (list $root "cluster-key") | nindent 4 }}
+    {{- include "penstock.certificatesVolume" $root | nindent 4 }}
     {{- include "penstock.redisVolume" (list $root "rollout") | nindent 4 }}
 {{- end -}}
 

@@ -29,11 +29,11 @@ import torch
 
 from penstock.config.run import RunConfig
 from penstock.errors import TrainingDiverged, WeightPushFailed
+from penstock.internal_calls import ClusterKey, InternalChannels
 from penstock.machine import raise_file_limit
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights import cuda
 from penstock.weights.transports import (
-    ClusterKey,
     Deadline,
     TensorShape,
     build_manifest,
@@ -343,6 +343,17 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 PING_MS, SILENCE_MS = 1000, 4000
 """A member that answers no ping, or no connection attempt, for SILENCE_MS is unreachable. Its calls fail then, however
 long their deadline is. The member's network thread answers pings, so a busy member is not silent."""
+CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", PING_MS),
+    ("grpc.keepalive_timeout_ms", SILENCE_MS),
+    ("grpc.http2.ping_timeout_ms", SILENCE_MS),
+    ("grpc.http2.max_pings_without_data", 0),
+    # The first is also the deadline of a connection attempt. The others let a member that is back be reached soon.
+    ("grpc.min_reconnect_backoff_ms", SILENCE_MS),
+    ("grpc.initial_reconnect_backoff_ms", PING_MS),
+    ("grpc.max_reconnect_backoff_ms", PING_MS),
+)
 CLOSE_TIMEOUT_S = 10.0
 
 _Answered = tuple[dict[str, Any], dict[str, str]]
@@ -356,7 +367,7 @@ class MemberCalls:
     def __init__(self, config: RunConfig) -> None:
         self.config = config.weights
         self.key = ClusterKey.of(config)
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = InternalChannels(config.tls, CHANNEL_OPTIONS)
         self._opening = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -379,7 +390,7 @@ class MemberCalls:
         with self._opening:
             loop, self._loop = self._loop, None
         if loop is not None:
-            asyncio.run_coroutine_threadsafe(self._close_channels(), loop).result(CLOSE_TIMEOUT_S)
+            asyncio.run_coroutine_threadsafe(self._channels.close(), loop).result(CLOSE_TIMEOUT_S)
             loop.call_soon_threadsafe(loop.stop)
 
     def _call_all(
@@ -405,9 +416,7 @@ class MemberCalls:
         return asyncio.run_coroutine_threadsafe(call_all(), self._open()).result()
 
     def _stub(self, member: PushTarget) -> Any:
-        if member.address not in self._channels:
-            self._channels[member.address] = grpc.aio.insecure_channel(member.address, options=_channel_options())
-        return weights_pb2_grpc.WeightMemberServiceStub(self._channels[member.address])
+        return weights_pb2_grpc.WeightMemberServiceStub(self._channels.to(member.address))
 
     def _open(self) -> asyncio.AbstractEventLoop:
         with self._opening:
@@ -416,29 +425,11 @@ class MemberCalls:
                 threading.Thread(target=_run_loop, args=(self._loop,), name="member-calls", daemon=True).start()
             return self._loop
 
-    async def _close_channels(self) -> None:
-        channels, self._channels = self._channels, {}
-        await asyncio.gather(*(channel.close() for channel in channels.values()))
-
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     asyncio.set_event_loop(loop)
     loop.run_forever()
     loop.close()
-
-
-def _channel_options() -> list[tuple[str, int]]:
-    return [
-        ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.keepalive_time_ms", PING_MS),
-        ("grpc.keepalive_timeout_ms", SILENCE_MS),
-        ("grpc.http2.ping_timeout_ms", SILENCE_MS),
-        ("grpc.http2.max_pings_without_data", 0),
-        # The first is also the deadline of a connection attempt. The others let a member that is back be reached soon.
-        ("grpc.min_reconnect_backoff_ms", SILENCE_MS),
-        ("grpc.initial_reconnect_backoff_ms", PING_MS),
-        ("grpc.max_reconnect_backoff_ms", PING_MS),
-    ]
 
 
 # ── whether to send a delta ──

@@ -29,6 +29,7 @@ import grpc
 
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, NotFound, PenstockError, Unavailable, WeightPushFailed
+from penstock.internal_calls import ClusterKey
 from penstock.logs import bind
 from penstock.process_endpoint import Readiness
 from penstock.store.fleet import SERVING_STATES, Fleet, PolicyRegistry, Reported, ServerRecord, ServerState
@@ -36,7 +37,7 @@ from penstock.v1 import policies_pb2, weights_pb2, weights_pb2_grpc
 from penstock.weights import cuda
 from penstock.weights.cuda import NcclMeeting
 from penstock.weights.snapshot import read_published_manifest
-from penstock.weights.transports import TRANSPORTS, ClusterKey, has_cupy, host_id
+from penstock.weights.transports import TRANSPORTS, has_cupy, host_id
 from penstock_rollout.engines.engine import Engine
 from penstock_rollout.metrics import RolloutMetrics
 

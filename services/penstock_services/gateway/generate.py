@@ -20,6 +20,7 @@ from penstock.errors import (
     Unavailable,
     error_from_reason,
 )
+from penstock.internal_calls import ClusterKey, InternalChannels
 from penstock.protocols import answers
 from penstock.protocols.anthropic import CountBody, MessagesBody, MessagesExchange
 from penstock.protocols.bodies import SamplingBody
@@ -30,7 +31,6 @@ from penstock.samples import TokenText
 from penstock.store.fleet import ServerRecord
 from penstock.store.keys import check_name
 from penstock.v1 import generate_pb2, generate_pb2_grpc
-from penstock.weights.transports import ClusterKey
 from penstock_services.gateway import checks
 from penstock_services.gateway.access import Caller
 from penstock_services.gateway.operations import Handlers, bounded, http_operation, operation, while_valid
@@ -122,11 +122,10 @@ class GenerateHandlers(Handlers):
 
     def __post_init__(self) -> None:
         self.traffic = SessionTraffic()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = InternalChannels(self.config.tls, CHANNEL_OPTIONS)
 
     async def close(self) -> None:
-        for channel in self._channels.values():
-            await channel.close()
+        await self._channels.close()
 
     @operation("", "", "submit", Completion)
     async def generate(
@@ -265,9 +264,7 @@ class GenerateHandlers(Handlers):
     async def _call(
         self, server: ServerRecord, request: generate_pb2.GenerateRequest
     ) -> AsyncIterator[generate_pb2.GenerateChunk]:
-        if server.address not in self._channels:
-            self._channels[server.address] = grpc.aio.insecure_channel(server.address, options=CHANNEL_OPTIONS)
-        stub: Any = generate_pb2_grpc.GenerateServiceStub(self._channels[server.address])
+        stub: Any = generate_pb2_grpc.GenerateServiceStub(self._channels.to(server.address))
         metadata = await asyncio.to_thread(ClusterKey.of(self.config).metadata)
         call = stub.Generate(request, timeout=self.config.gateway.generate_timeout_s, metadata=metadata)
         try:

@@ -25,6 +25,7 @@ from prometheus_client import CollectorRegistry
 from penstock.config.run import RunConfig
 from penstock.config.service import GatewayConfig
 from penstock.errors import ConfigError, Unavailable
+from penstock.internal_calls import check_certificates
 from penstock.machine import DiskWatch
 from penstock.metrics import write_endpoint
 from penstock.start_checks import check_redis
@@ -103,6 +104,7 @@ def check(config: RunConfig) -> None:
     """Raise ConfigError for anything wrong that can be found before a port is opened."""
     check_gateway(config.gateway)
     check_redis(config.redis)
+    check_certificates(config.tls)
 
 
 class _RestServer(uvicorn.Server):

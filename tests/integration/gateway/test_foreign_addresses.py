@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 
 from penstock.config.rollout import AgentsConfig, EngineConfig, McpServer, RewardConfig, RolloutConfig
 from penstock.config.run import RunConfig
-from penstock.weights.transports import ClusterKey
+from penstock.internal_calls import ClusterKey
 from penstock_rollout import server as server_module
 from penstock_rollout.server import assemble
 from support.gateways import PROMPT, RUN, Gateway, run_config, running

@@ -40,6 +40,7 @@ from penstock.v1 import (
     runs_pb2_grpc,
 )
 from penstock_services.gateway.server import check
+from support.certificates import make_certificate
 from support.gateways import Gateway, group_of, publish, run_config, running
 
 PROMPT = Prompt(messages=(("user", "2+2?"),), num_samples=2)
@@ -208,24 +209,14 @@ async def test_a_submission_survives_a_gateway_that_is_killed(
             process.wait(100)
 
 
-def certificate(folder: Path, name: str, authority: str | None = None) -> None:
-    subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
-    signed = ["-CA", f"{authority}.crt", "-CAkey", f"{authority}.key"] if authority else []
-    new = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    files = ["-keyout", f"{name}.key", "-out", f"{name}.crt"]
-    command = ["openssl", *new, *files, *subject, *signed]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=100)
-
-
 def start(command: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
 async def test_tls_and_client_certificates(redis_process: Any, redis_client: redis.Redis, tmp_path: Path) -> None:
-    certificate(tmp_path, "ca")
-    certificate(tmp_path, "server", "ca")
-    certificate(tmp_path, "client", "ca")
-    tls = {"tls_cert_file": tmp_path / "server.crt", "tls_key_file": tmp_path / "server.key"}
+    make_certificate(tmp_path, "ca")
+    make_certificate(tmp_path, "client", "ca")
+    tls = dict(zip(("tls_cert_file", "tls_key_file"), make_certificate(tmp_path, "server", "ca"), strict=True))
     config = run_config(redis_process.url, tmp_path, **tls, tls_client_ca_file=tmp_path / "ca.crt")
     async with running(config) as gateway:
         url = f"https://127.0.0.1:{gateway.rest_port}"

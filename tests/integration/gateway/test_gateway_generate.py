@@ -16,12 +16,12 @@ from penstock.client import retries
 from penstock.codec import decode_group, decode_prompt
 from penstock.config.run import WeightsConfig
 from penstock.errors import PromptTooLong
+from penstock.internal_calls import ClusterKey
 from penstock.replay.queue import RedisReplayQueue
 from penstock.store.fleet import Fleet, PolicyRegistry, ServerRecord
 from penstock.store.keys import RunKeys
 from penstock.trajectory import SESSION_AGENT
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2, sessions_pb2, sessions_pb2_grpc
-from penstock.weights.transports import ClusterKey
 from penstock_rollout.fleet.membership import make_listener
 from penstock_rollout.serving.generate_service import GenerateService
 from penstock_rollout.tokenization import Tokenization

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 
 from penstock.config.run import ModelConfig, RunConfig
+from penstock.internal_calls import ClusterKey
 from penstock.v1 import generate_pb2, generate_pb2_grpc
-from penstock.weights.transports import ClusterKey
 from penstock_rollout.fleet.membership import make_listener
 from penstock_services.gateway.generate import CHANNEL_OPTIONS
 

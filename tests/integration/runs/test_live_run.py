@@ -33,6 +33,7 @@ from penstock.cli import main as cli
 from penstock.client import SyncPenstockClient
 from penstock.trajectory import Prompt, Sampling
 from penstock_learner.checkpoints import shards_folder
+from support.certificates import make_certificate
 from support.gateways import LAUNCH, SCREENSHOTS, needs_chromium
 from support.learner_runs import checkpoint_state
 from support.monitoring import (
@@ -75,12 +76,14 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[DemoProcess]:
-    """The cheapest real run, traced: torch engine, one policy rank, no reference, and a reward that takes its time. It
-    has written two checkpoints."""
+    """The cheapest real run, traced and with TLS: torch engine, one policy rank, no reference, and a reward that takes
+    its time. It has written two checkpoints."""
     folder = tmp_path_factory.mktemp("live")
     reward = folder / "reward.py"
     reward.write_text(EXAMPLE_MODEL.with_name("reward.py").read_text() + SLOW_REWARD)
+    certificate, key = make_certificate(folder, "run")
     overrides = {
+        "tls.ca_file": str(certificate), "tls.cert_file": str(certificate), "tls.key_file": str(key),
         "rollout.engine.name": "torch", "learner.policy.num_ranks": "1", "learner.algorithm.kl.placement": "none",
         "replay.groups_per_step": "8", "learner.num_steps": "100000", "learner.checkpoint.every_steps": "2",
         "tracing.endpoint": collector.url, "weights.snapshot_every_steps": "1", "weights.keep_snapshots": "10000",

@@ -36,6 +36,7 @@ from penstock_learner.__main__ import serve as serve_learner
 from penstock_rollout import server as rollout_server
 from penstock_services.gateway.server import serve as serve_gateway
 from penstock_tools.local.private_redis import find_redis_server
+from support.certificates import make_certificate
 from support.gateways import run_config, running
 from support.processes import until
 from support.redis_server import RedisProcess
@@ -113,26 +114,14 @@ async def test_a_user_with_a_password_file(redis_process: RedisProcess, redis_cl
 # ── TLS ──
 
 
-def make_certificates(folder: Path) -> None:
-    """Make an authority, and a certificate for 127.0.0.1 that server and client use."""
-    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    (folder / "extensions").write_text("subjectAltName=IP:127.0.0.1\n")
-    for words in (
-        ["req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test ca"],
-        ["req", *new_key, "-keyout", "end.key", "-out", "end.csr", "-subj", "/CN=127.0.0.1"],
-        ["x509", "-req", "-in", "end.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2",
-         "-extfile", "extensions", "-out", "end.pem"],
-    ):  # fmt: skip
-        subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True, timeout=100)
-
-
 @pytest.fixture
 async def tls_port(tmp_path: Path, redis_process: RedisProcess, redis_client: Redis) -> AsyncIterator[int]:
     """TLS in front of a plain Redis, because not every build of it has TLS. Asks for a client's certificate."""
-    make_certificates(tmp_path)
+    make_certificate(tmp_path, "ca")
+    make_certificate(tmp_path, "end", "ca")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(tmp_path / "end.pem", tmp_path / "end.key")
-    context.load_verify_locations(tmp_path / "ca.pem")
+    context.load_cert_chain(tmp_path / "end.crt", tmp_path / "end.key")
+    context.load_verify_locations(tmp_path / "ca.crt")
     context.verify_mode = ssl.CERT_REQUIRED
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -153,19 +142,19 @@ async def tls_port(tmp_path: Path, redis_process: RedisProcess, redis_client: Re
 
 async def test_tls(tls_port: int, tmp_path: Path, redis_process: RedisProcess) -> None:
     url = f"rediss://:{urlsplit(redis_process.url).password}@127.0.0.1:{tls_port}/0"
-    ours = {"tls_cert_file": tmp_path / "end.pem", "tls_key_file": tmp_path / "end.key"}
-    await round_trip(RedisConfig(url=url, tls_ca_file=tmp_path / "ca.pem", **ours))
+    ours = {"tls_cert_file": tmp_path / "end.crt", "tls_key_file": tmp_path / "end.key"}
+    await round_trip(RedisConfig(url=url, tls_ca_file=tmp_path / "ca.crt", **ours))
     with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED|certificate verify failed"):
         await round_trip(RedisConfig(url=url, **ours))
     with pytest.raises(Unavailable):
-        await round_trip(RedisConfig(url=url, tls_ca_file=tmp_path / "ca.pem"))
+        await round_trip(RedisConfig(url=url, tls_ca_file=tmp_path / "ca.crt"))
 
 
 async def test_a_gateway_and_a_command_over_tls(
     tls_port: int, tmp_path: Path, redis_process: RedisProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """From the command to the gateway, and from the gateway to Redis. Both ask for the other side's certificate."""
-    authority, certificate, key = tmp_path / "ca.pem", tmp_path / "end.pem", tmp_path / "end.key"
+    authority, certificate, key = tmp_path / "ca.crt", tmp_path / "end.crt", tmp_path / "end.key"
     (tmp_path / "both.pem").write_bytes(certificate.read_bytes() + key.read_bytes())
     files = {"tls_cert_file": certificate, "tls_key_file": key}
     password = urlsplit(redis_process.url).password

@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from penstock.config.rollout import EngineConfig
+from penstock.internal_calls import KEY_HEADER, ClusterKey
 from penstock.v1 import generate_pb2, generate_pb2_grpc, prompts_pb2, weights_pb2, weights_pb2_grpc
-from penstock.weights.transports import KEY_HEADER, ClusterKey, TensorShape, build_manifest
+from penstock.weights.transports import TensorShape, build_manifest
 from penstock_rollout.engines.factory import create_engine
 from penstock_rollout.fleet.membership import WeightMember, make_listener
 from penstock_rollout.metrics import RolloutMetrics

@@ -13,9 +13,9 @@ import grpc
 import pytest
 
 from penstock.config.run import ModelConfig, RunConfig, WeightsConfig
+from penstock.internal_calls import ClusterKey
 from penstock.machine import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.transports import ClusterKey
 from penstock_learner.weights.publisher import MemberCalls
 from penstock_learner.weights.senders import PushTarget
 

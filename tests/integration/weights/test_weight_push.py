@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.config.run import RunConfig
 from penstock.errors import Unavailable
+from penstock.internal_calls import ClusterKey
 from penstock.machine import free_port
 from penstock.v1 import weights_pb2, weights_pb2_grpc
-from penstock.weights.transports import ClusterKey, Deadline, TensorShape, build_manifest
+from penstock.weights.transports import Deadline, TensorShape, build_manifest
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from support.engine_member import HOST, config_of, greedy_log_probs, member

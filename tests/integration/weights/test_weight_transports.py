@@ -13,9 +13,10 @@ import torch
 
 from penstock.config.loading import dump_config
 from penstock.config.run import RunConfig
+from penstock.internal_calls import ClusterKey
 from penstock.v1 import weights_pb2, weights_pb2_grpc
 from penstock.weights import cuda
-from penstock.weights.transports import ClusterKey, Deadline
+from penstock.weights.transports import Deadline
 from penstock_learner.weights import deltas
 from penstock_learner.weights.publisher import WeightPublisher
 from penstock_learner.weights.senders import PushReport, PushTarget, Shipment, make_sender

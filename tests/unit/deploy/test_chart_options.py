@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
+import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from penstock.config.service import TlsConfig
+from penstock.internal_calls import check_certificates
 from support.chart import (
     CHANGED,
     CHART,
@@ -253,6 +257,45 @@ def test_tls_reaches_everyone_who_calls_the_gateway(tmp_path: Path) -> None:
     assert gateway.tls_cert_file == Path(mounts["tls"]) / "tls.crt"
     assert gateway.tls_key_file == Path(mounts["tls"]) / "tls.key"
     assert gateway.keys_file == Path(mounts["keys"]) / "api-keys"
+
+
+ENCRYPTED = ("--set=tls.enabled=true", "--set=config.dataset.file=/data/train.parquet")
+declare(ENCRYPTED)
+
+
+def test_one_value_gives_every_process_a_certificate_that_the_others_accept(tmp_path: Path) -> None:
+    manifests = render(*ENCRYPTED)
+    config, made = run_config(manifests, tmp_path), one(manifests, "Secret")["data"]
+    assert config.redis.url.startswith("rediss://test-penstock-redis:")
+    assert config.redis.tls_ca_file == config.tls.ca_file == Path("/etc/penstock/certificates/ca.crt")
+    for file in config.tls.files:
+        (tmp_path / file.name).write_bytes(base64.b64decode(made[file.name]))
+    check_certificates(TlsConfig(**{name: tmp_path / file.name for name, file in config.tls}))
+    client = ssl.create_default_context(cafile=tmp_path / "ca.crt")
+    hosts = subprocess.run(
+        ["openssl", "x509", "-in", str(tmp_path / "tls.crt"), "-noout", "-ext", "subjectAltName"],
+        check=True, capture_output=True, text=True, timeout=100,
+    ).stdout  # fmt: skip
+    assert client.get_ca_certs() and "DNS:test-penstock-redis" in hosts and "DNS:penstock" in hosts
+    without = set()
+    for _, template in pod_templates(manifests):
+        for container in template["spec"]["containers"]:
+            mounts = {mount["mountPath"]: mount["name"] for mount in container.get("volumeMounts", [])}
+            if "/etc/penstock/certificates" not in mounts and "/etc/certificates" not in mounts:
+                without.add(container["name"])
+    assert without == {"ray-head", "status"}, "Ray's head runs none of our processes, and `helm test` is a client"
+
+
+def test_redis_takes_encrypted_connections_only() -> None:
+    [container] = one(render(*ENCRYPTED), "StatefulSet", "redis")["spec"]["template"]["spec"]["containers"]
+    options = dict(zip(container["args"][::2], container["args"][1::2], strict=True))
+    assert (options["--port"], options["--tls-port"]) == ("0", "6379")
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert {str(Path(options[f"--tls-{name}-file"]).parent) for name in ("cert", "key", "ca-cert")} <= mounts
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert " --tls --cacert /etc/certificates/ca.crt " in container[probe]["exec"]["command"][2]
+    waiting = container["lifecycle"]["preStop"]["exec"]["command"]
+    assert waiting[4:8] == ["-h", "127.0.0.1", "--tls", "--cacert"]
 
 
 ELSEWHERE = (

@@ -11,7 +11,7 @@ import pytest
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock.weights.transports import KEY_HEADER, ClusterKey
+from penstock.internal_calls import KEY_HEADER, ClusterKey
 
 NUM_PROCESSES = 16
 

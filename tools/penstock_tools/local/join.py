@@ -34,6 +34,7 @@ from penstock_tools.local.processes import ORPHANS_S, Child, ProcessGroup, Resta
 JOIN_FILE = "join.yaml"
 KEY_FIELDS = (
     "weights.cluster_key_file", "redis.password_file", "redis.tls_ca_file", "redis.tls_cert_file", "redis.tls_key_file",
+    "tls.ca_file", "tls.cert_file", "tls.key_file",
 )  # fmt: skip
 """Fields of the config whose files travel inside JOIN_FILE."""
 RAY_TOKEN = "ray_token"  # noqa: S105  (a name)
@@ -60,6 +61,8 @@ def opened(config: RunConfig, host: str, cluster_key_file: Path) -> RunConfig:
         raise ConfigError(
             "redis.url is reachable from this machine only; give the address that the others reach, or none"
         )
+    if config.tls.files and not config.redis.url:
+        raise ConfigError("tls: the Redis that `penstock up` starts has none; set redis.url to a rediss:// one")
     changes: dict[str, object] = {
         "weights.cluster_key_file": config.weights.cluster_key_file or cluster_key_file,
         "learner.publish_host": config.learner.publish_host or host,

@@ -24,11 +24,11 @@ from penstock.config.run import RunConfig
 from penstock.diagnosis.facts import PROCESS_STARTED
 from penstock.errors import ConfigError, DeadlineExceeded, PenstockError
 from penstock.feed.feed_process import FEED, feed_file
+from penstock.internal_calls import ClusterKey
 from penstock.machine import close_to_others, free_port, port_is_free, visible_gpus, wait_for_port, write_private
 from penstock.store.heartbeats import Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.redis_client import connect
-from penstock.weights.transports import ClusterKey
 from penstock_tools.local import join
 from penstock_tools.local.private_redis import find_redis_server, kept_port, write_config, write_secret
 from penstock_tools.local.processes import (

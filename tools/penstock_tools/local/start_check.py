@@ -88,7 +88,7 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
     that ends. `host` is the address at which other machines would reach this one. Returns what was checked, and what
     servers would warn of. Raises ConfigError with everything that is wrong."""
     if host:
-        from penstock.weights.transports import ClusterKey
+        from penstock.internal_calls import ClusterKey
 
         opened(config, host, ClusterKey.of(config).file)
     if not config.redis.url:  # a check does not start the run's own Redis, and does not connect

@@ -33,6 +33,10 @@ SPEED_STEPS = 10
 """Steps that the times are taken from."""
 LEARNER_BOUND = 0.3
 """Below this share of waiting, the learner itself is the bottleneck."""
+PHASES = {
+    "update": "update", "forward": "forward", "gather": "gathering weights", "compare": "comparing servers' log-probs",
+}  # fmt: skip
+"""What a learner does in a step, by the metric of its seconds."""
 LOWEST_LR = 1e-8
 COLLAPSED_ENTROPY_NATS = 0.01
 FAR_KL_NATS = 0.5
@@ -155,9 +159,11 @@ def speed_finding(facts: RunFacts) -> Finding:
 
 
 def _learner_finding(steps: Steps, step_s: float, wait_s: float) -> Finding:
-    shares = {name: _mean(steps, f"{name}_s") / step_s for name in ("update", "forward", "gather")}
-    listed = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
-    text = f"{step_s:.3g} s a step, of which {listed}, waiting {wait_s / step_s:.0%}"
+    shares = {name: _mean(steps, f"{name}_s") / step_s for name in PHASES}
+    rest = 1 - sum(shares.values()) - wait_s / step_s
+    largest = sorted(shares, key=lambda name: -shares[name])
+    listed = ", ".join(f"{PHASES[name]} {shares[name]:.0%}" for name in largest)
+    text = f"{step_s:.3g} s a step, of which {listed}, waiting {wait_s / step_s:.0%}, the rest {max(0.0, rest):.0%}"
     if shares["gather"] >= LEARNER_BOUND:
         return _speed("weights", f"gathering the weights takes long: {text}", "WARN", "see docs/weight-push.md")
     return _speed("learner", f"the learner is the bottleneck: {text}")

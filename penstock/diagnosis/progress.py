@@ -72,7 +72,8 @@ def learning_finding(facts: RunFacts) -> Finding:
     reward, trend = f"reward {fmean(rewards):.3g} over {_count(len(steps), 'step')}", _trend(rewards)
     failed = _mean(steps, "reward_failed_ratio")
     if failed < DOMINANT_SHARE and trend == "rising":
-        return _learning("rising", f"{reward}, rising from {rewards[0]:.3g} to {rewards[-1]:.3g}")
+        first, last = (fmean(third) for third in _thirds(rewards))
+        return _learning("rising", f"{reward}, rising from {first:.3g} to {last:.3g}")
     if cause := next(_causes(facts, steps), None):
         known = "" if trend == "unknown" else f", {trend}"
         return cause.model_copy(update={"text": f"{reward}{known}: {cause.text}"})
@@ -232,10 +233,14 @@ def _trend(rewards: Sequence[float]) -> Literal["rising", "flat", "falling", "un
     """Compare the first and the last third. A difference within twice its standard error does not count."""
     if len(rewards) < MIN_TREND_STEPS:
         return "unknown"
-    third = len(rewards) // 3
-    first, last = rewards[:third], rewards[-third:]
+    first, last = _thirds(rewards)
     rise = fmean(last) - fmean(first)
-    noise = 2 * ((variance(first) + variance(last)) / third) ** 0.5
+    noise = 2 * ((variance(first) + variance(last)) / len(first)) ** 0.5
     if abs(rise) <= max(noise, 1e-6):
         return "flat"
     return "rising" if rise > 0 else "falling"
+
+
+def _thirds(rewards: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    third = len(rewards) // 3
+    return rewards[:third], rewards[-third:]

@@ -163,7 +163,7 @@ def _panels(runs: Sequence[RunHistory], args: argparse.Namespace) -> list[Panel]
     if len(missing) == len(wanted):
         others = ", ".join(sorted(found - {"step", "time"})) or "none, because no step is done yet"
         raise ConfigError(f"there is nothing to draw: {skipped}" + ("" if any(hints) else f"; they have {others}"))
-    if missing:
+    if missing and args.metrics:
         print(f"skipped: {skipped}")
     panels = [Panel(name, args.by == "time") for name in wanted if name in found]
     if args.by is None and Panel(REWARD) in panels and any(run.steps for run in runs):

@@ -514,6 +514,8 @@ FAILING = {
     ("words", "complaint"),
     [
         (["plan", "--gpu", "h900"], "--gpu h900 is not known; choose one of"),
+        (["plan", "--model", "7b", "--config", "a.yaml"], "--model and --config both name a model; omit --model"),
+        (["plan", "--config", "a.yaml", "--json"], "--json prints deployments; add --gpus N"),
         (["plan", "--model", "/nowhere"], "--model /nowhere is neither one of"),
         (["simulate", "--num-servers", "3"], "missing: --concurrent-groups, --group-s, --groups-per-step"),
         (["simulate", "--run-dir", "/nowhere"], "/nowhere/config.yaml does not exist"),

@@ -15,7 +15,7 @@ _FIELDS = {
     "master_dtype": ("learner.master_dtype", "float32 (default) or bfloat16"),
 }
 """Short names of fields of the configuration."""
-DEFAULT_GPU = "h100"
+DEFAULT_GPU, DEFAULT_MODEL = "h100", "7b"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,14 +29,18 @@ def main(argv: Sequence[str]) -> int:
     from penstock_tools.sizing.rates import PLACEMENTS
     from penstock_tools.sizing.search import cheapest, search
 
-    if args.gpu not in (None, *GPUS):
-        raise ConfigError(f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}")
-    if args.write is not None and args.gpus is None:
-        raise ConfigError("--write writes what --gpus found: add --gpus N")
+    for is_wrong, why in (
+        (args.gpu not in (None, *GPUS), f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}"),
+        (args.write and not args.gpus, "--write writes what --gpus found: add --gpus N"),
+        (args.model and args.config, "--model and --config both name a model; omit --model, or give --model.path"),
+        (args.json and args.config and not args.gpus, "--json prints deployments; add --gpus N"),
+    ):
+        if is_wrong:
+            raise ConfigError(why)
     tokens = {"prompt_tokens": args.prompt_tokens, "response_tokens": args.response_tokens}
     means = {name: value for name, value in tokens.items() if value is not None}
     layers = read_layers(args.config) if args.config else []
-    run = folded(layers) if layers else plan.new_run(args.model, means)
+    run = folded(layers) if layers else plan.new_run(args.model or DEFAULT_MODEL, means)
     for name, (field, _) in _FIELDS.items():
         if (value := getattr(args, name)) is not None:
             overrides = [f"--{field}={value}", *overrides]
@@ -44,8 +48,6 @@ def main(argv: Sequence[str]) -> int:
     config = load_overrides(run, overrides, layers or "command line")
     gpu = GPUS[args.gpu or DEFAULT_GPU]
     if args.config is not None and args.gpus is None:
-        if args.json:
-            raise ConfigError("--json prints deployments; add --gpus N")
         is_on_cpu = args.gpu is None and not num_gpus(config.learner.placement, config.learner.needed_roles)
         text, fits = plan.cpu_text(config) if is_on_cpu else plan.config_text(config, gpu)
         print(text)
@@ -98,7 +100,7 @@ def _parser() -> Parser:
         "Fields of the configuration are set as in other commands: --replay.groups_per_step 128.",
     )
     options: dict[str, dict[str, Any]] = {
-        "model": {"default": "7b", "help": "135m, 0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a folder or a Hub id "
+        "model": {"help": "135m, 0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a folder or a Hub id "
                   "(default: 7b)"},
         "config": {"type": Path, "metavar": "FILE", "help": "show the memory of this run's roles, or with --gpus place "
                    "them; exit with 1 if they do not fit"},

@@ -146,7 +146,7 @@ their own, on at most twice the power of two on which one fits.
 
 With `--config` the models, roles, batch and algorithm are the run's. A config knows only the longest prompt and
 response: give the means with `--prompt-tokens` and `--response-tokens`, or responses count as `max_tokens` / 1.8.
-`--write` writes the run with the chosen fields.
+`--write` writes the run with the chosen fields. A run without GPUs is judged by this machine's memory.
 """
 
 TAIL = """

@@ -11,9 +11,12 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from types import MappingProxyType
+from typing import TextIO
 
 FIELDS = ("request_id", "step", "policy_version", "prompt_id", "attempt", "server_id")
 _NAMES = frozenset(FIELDS)
@@ -60,3 +63,33 @@ def setup_logging(component: str, run: str = "") -> None:
     root.setLevel(os.environ.get("PENSTOCK_LOG_LEVEL", "INFO").upper())
     for noisy in ("httpx", "uvicorn.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+@contextmanager
+def printing_to(log: Path | None) -> Iterator[TextIO]:
+    """Add what libraries and child processes print within the block, such as an engine's pages, to a file. Yields the
+    stderr of before, which also gets our own warnings. Without a file nothing changes."""
+    if log is None:
+        yield sys.stderr
+        return
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    before = {number: os.dup(number) for number in (1, 2)}
+    with log.open("a") as file, os.fdopen(before[2], "w", buffering=1) as terminal:
+        own = logging.StreamHandler(terminal)
+        own.setLevel(logging.WARNING)
+        own.addFilter(lambda record: record.name.startswith("penstock"))
+        own.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        logging.getLogger().addHandler(own)
+        try:
+            for number in before:
+                os.dup2(file.fileno(), number)
+            yield terminal
+        finally:
+            logging.getLogger().removeHandler(own)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, kept in before.items():
+                os.dup2(kept, number)
+            os.close(before[1])

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 REWARD_PART, MAX_REWARD_PARTS = "reward_part/", 16
 """Prefix of the means of reward parts among the numbers of a step, and how many parts are recorded."""
 ROLES = ("policy", "reference", "critic", "reward_model")
-PHASES = ("wait", "forward", "update", "gather")
+PHASES = ("wait", "compare", "forward", "update", "gather")
+THROUGHPUTS = ("generation", "log_probs", *ROLES[1:], "update")
+"""Phases with a `…_tokens_per_second` among the numbers of a step."""
 MAX_SERVERS = 256
 """Servers that have their own series."""
 OTHER_SERVERS = "other"
@@ -62,6 +64,7 @@ _LABELLED_GAUGES = {
     "loss": {"policy": "loss", "kl": "kl_loss", "value": "critic_loss"},
     "kl": {"reference": "kl_reference", "behaviour": "kl_behaviour"},
     "clip": {"low": "clip_ratio_low", "high": "clip_ratio_high"},
+    "phase_tokens": {phase: f"{phase}_tokens_per_second" for phase in THROUGHPUTS},
 }
 """The numbers of a step that gauges show by label."""
 PEAK_FLOPS = {
@@ -101,6 +104,7 @@ class LearnerMetrics:
         self.num_steps = gauge("learner_num_steps", "`learner.num_steps`.")
         self.step_seconds = seconds("learner_step_duration_seconds", "One step, with the wait for its batch.")
         self.phase_seconds = counter("learner_phase_seconds", "Time by phase of a step.", ["phase"])
+        self.phase_tokens = gauge("learner_phase_tokens_per_second", "Throughput of a phase, last known.", ["phase"])
         self.compute_seconds = counter(
             "learner_compute_seconds", "Time of forward, backward and optimizer on the policy's ranks."
         )

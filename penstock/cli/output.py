@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+
+LINE_EVERY_S = 15.0
 
 
 def to_json(value: Any, indent: int | None = 2) -> str:
@@ -58,11 +62,20 @@ def versions_text(low: int, high: int) -> str:
     return f"version {low}" if low == high else f"versions {low}-{high}"
 
 
-def progress_bar(text: str) -> Progress:
-    """A progress bar on stderr, shown only if that is a terminal."""
+def progress_bar(text: str, file: TextIO | None = None) -> Progress:
+    """A progress bar on a terminal, or else a line every LINE_EVERY_S. It goes to stderr, or to `file`."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+    class Lines(Progress):
+        printed_s = time.monotonic()
+
+        def advance(self, task_id: TaskID, advance: float = 1) -> None:
+            super().advance(task_id, advance)
+            if self.disable and time.monotonic() - self.printed_s >= LINE_EVERY_S:
+                self.printed_s, task = time.monotonic(), self.tasks[task_id]
+                self.console.print(f"{text}: {task.completed:,.0f} of {task.total:,.0f}", highlight=False)
 
     columns = (TextColumn(text), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    console = Console(stderr=True, file=file)
+    return Lines(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -33,6 +33,10 @@ SPEED_STEPS = 10
 """Steps that the times are taken from."""
 LEARNER_BOUND = 0.3
 """Below this share of waiting, the learner itself is the bottleneck."""
+PHASES = {
+    "update": "update", "forward": "forward", "gather": "gathering weights", "compare": "comparing servers' log-probs",
+}  # fmt: skip
+"""What a learner does in a step, by the metric of its seconds."""
 LOWEST_LR = 1e-8
 COLLAPSED_ENTROPY_NATS = 0.01
 FAR_KL_NATS = 0.5
@@ -68,7 +72,8 @@ def learning_finding(facts: RunFacts) -> Finding:
     reward, trend = f"reward {fmean(rewards):.3g} over {_count(len(steps), 'step')}", _trend(rewards)
     failed = _mean(steps, "reward_failed_ratio")
     if failed < DOMINANT_SHARE and trend == "rising":
-        return _learning("rising", f"{reward}, rising from {rewards[0]:.3g} to {rewards[-1]:.3g}")
+        first, last = (fmean(third) for third in _thirds(rewards))
+        return _learning("rising", f"{reward}, rising from {first:.3g} to {last:.3g}")
     if cause := next(_causes(facts, steps), None):
         known = "" if trend == "unknown" else f", {trend}"
         return cause.model_copy(update={"text": f"{reward}{known}: {cause.text}"})
@@ -155,9 +160,11 @@ def speed_finding(facts: RunFacts) -> Finding:
 
 
 def _learner_finding(steps: Steps, step_s: float, wait_s: float) -> Finding:
-    shares = {name: _mean(steps, f"{name}_s") / step_s for name in ("update", "forward", "gather")}
-    listed = ", ".join(f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda item: -item[1]))
-    text = f"{step_s:.3g} s a step, of which {listed}, waiting {wait_s / step_s:.0%}"
+    shares = {name: _mean(steps, f"{name}_s") / step_s for name in PHASES}
+    rest = 1 - sum(shares.values()) - wait_s / step_s
+    largest = sorted(shares, key=lambda name: -shares[name])
+    listed = ", ".join(f"{PHASES[name]} {shares[name]:.0%}" for name in largest)
+    text = f"{step_s:.3g} s a step, of which {listed}, waiting {wait_s / step_s:.0%}, the rest {max(0.0, rest):.0%}"
     if shares["gather"] >= LEARNER_BOUND:
         return _speed("weights", f"gathering the weights takes long: {text}", "WARN", "see docs/weight-push.md")
     return _speed("learner", f"the learner is the bottleneck: {text}")
@@ -226,10 +233,14 @@ def _trend(rewards: Sequence[float]) -> Literal["rising", "flat", "falling", "un
     """Compare the first and the last third. A difference within twice its standard error does not count."""
     if len(rewards) < MIN_TREND_STEPS:
         return "unknown"
-    third = len(rewards) // 3
-    first, last = rewards[:third], rewards[-third:]
+    first, last = _thirds(rewards)
     rise = fmean(last) - fmean(first)
-    noise = 2 * ((variance(first) + variance(last)) / third) ** 0.5
+    noise = 2 * ((variance(first) + variance(last)) / len(first)) ** 0.5
     if abs(rise) <= max(noise, 1e-6):
         return "flat"
     return "rising" if rise > 0 else "falling"
+
+
+def _thirds(rewards: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
+    third = len(rewards) // 3
+    return rewards[:third], rewards[-third:]

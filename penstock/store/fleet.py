@@ -128,6 +128,8 @@ class ServerRecord:
     """Requests that wait inside the engine."""
     kv_cache_usage: float = 0.0
     """0 to 1."""
+    generating_s: float = 0.0
+    """Seconds since its start in which its engine had at least one request."""
     heartbeat_age_ms: int = 0
     """Time since its last heartbeat when the record was read, by Redis' clock."""
 

@@ -6,10 +6,14 @@ import asyncio
 import contextvars
 import json
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from penstock.logs import bind, setup_logging
+from penstock.logs import bind, printing_to, setup_logging
 
 logger = logging.getLogger("test")
 
@@ -61,3 +65,18 @@ async def test_tasks_keep_apart_what_they_bind(capsys: pytest.CaptureFixture[str
 def test_a_field_that_is_not_known_is_refused() -> None:
     with pytest.raises(AssertionError, match="stepp"):
         bind(stepp=1)
+
+
+def test_what_libraries_and_children_print_goes_to_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "logs" / "engine.log"
+    with printing_to(log) as terminal:
+        os.write(1, b"a library\n")
+        subprocess.run([sys.executable, "-c", "import sys; print('a child', file=sys.stderr)"], check=True)
+        logging.getLogger("vllm").warning("pages of it")
+        logging.getLogger("penstock_tools").warning("a row failed")
+        print("ready", file=terminal)
+    print("done", file=sys.stderr)
+    assert capfd.readouterr().err.splitlines() == ["WARNING: a row failed", "ready", "done"]
+    assert log.read_text() == "a library\na child\n"
+    with printing_to(None) as terminal:
+        assert terminal is sys.stderr

@@ -224,7 +224,7 @@ def test_the_search_shows_what_alternatives_cost(capsys: pytest.CaptureFixture[s
     assert cli.main(["plan", "--gpus", "8", "--model", "7b", "--gpu", "h100"]) == 0
     text = capsys.readouterr().out
     for part in ("best ", "standalone ", "max_staleness 0", "offload", "the learner is busy", "servers are busy",
-                 "does not fit:", "KV cache", "config "):  # fmt: skip
+                 "does not fit:", "KV cache", "config\n"):  # fmt: skip
         assert part in text, part
     costs = [float(cost) for cost in re.findall(r" ([\d.]+)% +(?:the learner is|servers are|groups take)", text)]
     assert len(costs) > 5 and costs == sorted(costs) and costs[0] >= 0

@@ -221,7 +221,7 @@ def test_the_command_shows_samples_of_validations(
     write_samples(folder, *(group_of_samples(step, step, validation="math") for step in (0, 10)))
     assert main(["samples", "--validation", "--step", "0"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert shown.startswith("samples of runs/a/validation reward 1 format 0.5 validation math step 0 prompt 0.0")
+    assert shown.startswith("samples of runs/a/validation reward 1 format 0.5 validation of math step 0 prompt 0.0")
     assert main(["samples", "--validation", "--run-dir", "runs/b"]) == 2
     assert "runs/b/validation has no samples.jsonl" in capsys.readouterr().err
 

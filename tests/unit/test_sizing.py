@@ -21,6 +21,8 @@ from penstock.config.gpu_bundles import num_gpus
 from penstock.config.loading import merged, validate
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, InvalidInput
+from penstock.machine import HostMemory
+from penstock_tools.sizing import plan
 from penstock_tools.sizing.hardware import GPUS, LOAD_RATE, TRAIN_EFFICIENCY, USABLE_MEMORY, Gpu
 from penstock_tools.sizing.memory import CONTEXT, OFFLOADS, PHASES, STAGED, Role, Setup, peak, role_memory, total
 from penstock_tools.sizing.models import KNOWN, find_shape
@@ -448,7 +450,10 @@ def test_plan_shows_its_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model", "0.5b", "--placement", "standalone", "--learner.compile", "true", "--max-staleness", "0"]
     assert cli.main(["plan", *words]) == 0
     text = capsys.readouterr().out
-    assert '"compile": true' in text and '"max_staleness": 0' in text
+    assert "compile: true" in text and "max_staleness: 0" in text and '{"' not in text
+    assert cli.main(["plan", *words, "--json"]) == 0
+    [planned] = json.loads(capsys.readouterr().out)
+    assert planned["placement"] == "standalone" and planned["config"]["replay"]["max_staleness"] == 0
     for peak_gb, items in re.findall(r", ([\d.]+) of 80 GB .*\n((?:  .+ GB.*\n)+)", text):
         sizes = [float(size) for size in re.findall(r"^  \D+([\d.]+) GB(?:  |$)", items, re.M)]
         assert sum(sizes) == pytest.approx(float(peak_gb), abs=0.1)
@@ -484,6 +489,21 @@ def test_plan_says_whether_a_configuration_fits(tmp_path: Path, capsys: pytest.C
     assert code == 0 and re.search(r"reference +4 x 0.25 GPU +load [1-9]", text)
 
 
+@pytest.mark.parametrize(("size_gb", "code"), [(8, 0), (4, 1)])
+def test_a_run_without_gpus_is_judged_by_this_machine(
+    size_gb: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    memory = HostMemory(available_bytes=10**9, size_bytes=size_gb * 10**9)
+    monkeypatch.setattr(plan, "measure_memory", lambda: memory)
+    demo = str(ROOT / "examples" / "arithmetic" / "demo.yaml")
+    assert cli.main(["plan", "--config", demo]) == code
+    text = capsys.readouterr().out
+    assert re.search(r"policy +2 x \d\.\d GB", text) and "h100" not in text
+    assert ("does not fit" in text) == bool(code) and f"of {size_gb}.0 GB" in text
+    assert cli.main(["plan", "--config", demo, "--gpu", "h200"]) == 0
+    assert "policy: " in capsys.readouterr().out
+
+
 FAILING = {
     "num-servers": 3, "concurrent-groups": 4, "group-s": 60, "groups-per-step": 8, "max-staleness": 1, "train-s": 9,
     "server-mtbf-s": 50,
@@ -494,6 +514,8 @@ FAILING = {
     ("words", "complaint"),
     [
         (["plan", "--gpu", "h900"], "--gpu h900 is not known; choose one of"),
+        (["plan", "--model", "7b", "--config", "a.yaml"], "--model and --config both name a model; omit --model"),
+        (["plan", "--config", "a.yaml", "--json"], "--json prints deployments; add --gpus N"),
         (["plan", "--model", "/nowhere"], "--model /nowhere is neither one of"),
         (["simulate", "--num-servers", "3"], "missing: --concurrent-groups, --group-s, --groups-per-step"),
         (["simulate", "--run-dir", "/nowhere"], "/nowhere/config.yaml does not exist"),

@@ -374,11 +374,32 @@ def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(
     assert f"about {num_bytes / 1e6:.3g} MB" in last, "each parameter with its two moments"
 
 
-def test_a_disk_without_room_for_the_checkpoints_is_doubted(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = DiskSpace(DEMO.parent, free_bytes=10**7, size_bytes=10**9)
+def free_disk(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    disk = DiskSpace(DEMO.parent, num_bytes, size_bytes=10**9)
     monkeypatch.setattr(start_check, "measure_disk", lambda _, needed: replace(disk, needed_bytes=needed))
-    text, (doubt,) = start_check._room_for_checkpoints(config())
-    assert text.endswith("and 10 MB of disk are free") and "keep 2 needs room for 3: free space" in doubt
+
+
+def test_a_disk_without_room_for_the_checkpoints_that_are_kept(
+    tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free_disk(monkeypatch, 10**7)
+    found = config("--run_dir", str(tmp_path))
+    text, (doubt,) = start_check.room_for_checkpoints(found)
+    assert text.endswith("and 10 MB of disk are free") and "keep 2 needs room for 3 more: free space" in doubt
+    for step in (25, 50):
+        (found.folder / "checkpoints" / f"term-0001-step-{step:08d}").mkdir(parents=True)
+    assert start_check.room_for_checkpoints(found)[1] == [], "one more fits"
+
+
+@pytest.mark.parametrize("words", [(), ("--check",)], ids=["up", "check"])
+def test_a_disk_without_room_for_one_checkpoint_is_refused(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free_disk(monkeypatch, 4 * 10**6)
+    assert cli.main(["up", str(DEMO), *words, "--run_dir", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "a checkpoint takes about 7.15 MB, and 4 MB of disk are free; free space under" in error
+    assert error.count("\n") == 1 and not list(tmp_path.iterdir()), "nothing was started"
 
 
 def test_up_itself_checks_without_torch_and_transformers(tmp_path: Path) -> None:

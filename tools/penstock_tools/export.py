@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config = with_local_model(load_config(arguments.config, overrides))
     checkpoint = _newest(config) if arguments.checkpoint in LATEST else _intact(arguments.checkpoint)
+    print(f"reading {checkpoint}", file=sys.stderr, flush=True)
     export(config, checkpoint, arguments.out, arguments.dtype or config.model.dtype, adapter=arguments.adapter)
     print(f"exported {checkpoint} to {arguments.out}")
     return 0

@@ -42,12 +42,18 @@ LABELS = {
     "logprob_mismatch": "log-prob mismatch (nats)",
     "staleness_mean": "staleness (versions; faint: oldest token)",
     "tokens_per_second": "trained tokens/s",
+    "generation_tokens_per_second": "generated tokens/s of a busy server",
+    "log_probs_tokens_per_second": "tokens/s of the policy's log-probs",
+    "reference_tokens_per_second": "tokens/s of the reference",
+    "update_tokens_per_second": "tokens/s of the update",
+    "push_bytes_per_second": "bytes/s of a push",
     "memory_peak_gib": "peak memory of a rank (GiB)",
     "mfu": "model FLOPs over peak",
     "step_s": "seconds of a step",
     "wait_s": "seconds waiting for a batch",
     "forward_s": "seconds of forward passes",
     "update_s": "seconds of the update",
+    "compare_s": "seconds comparing servers",
     "gather_s": "seconds gathering weights",
 }
 """What is drawn by default, in this order."""
@@ -157,7 +163,7 @@ def _panels(runs: Sequence[RunHistory], args: argparse.Namespace) -> list[Panel]
     if len(missing) == len(wanted):
         others = ", ".join(sorted(found - {"step", "time"})) or "none, because no step is done yet"
         raise ConfigError(f"there is nothing to draw: {skipped}" + ("" if any(hints) else f"; they have {others}"))
-    if missing:
+    if missing and args.metrics:
         print(f"skipped: {skipped}")
     panels = [Panel(name, args.by == "time") for name in wanted if name in found]
     if args.by is None and Panel(REWARD) in panels and any(run.steps for run in runs):

@@ -131,10 +131,13 @@ def _print(samples: Sequence[Sample], max_characters: int | None) -> None:
 def _head(sample: Sample) -> Any:
     from rich.text import Text
 
+    from penstock.config.dataset import DatasetConfig
+
     reward = "none" if sample.reward is None else f"{sample.reward:g}"
     parts = "".join(f"  {name} {value:g}" for name, value in sample.reward_parts.items() if value is not None)
     facts = (
-        sample.validation and f"validation {sample.validation}", f"step {sample.step}",
+        sample.validation and "validation" + f" of {sample.validation}" * (sample.validation != DatasetConfig().name),
+        f"step {sample.step}",
         f"prompt {sample.prompt_id}.{sample.sample}",
         versions_text(sample.min_version, sample.max_version), f"{sample.num_tokens} tokens",
         sample.finish_reason, "reward failed" if sample.reward_failed else "", "baseline" if sample.is_baseline else "",

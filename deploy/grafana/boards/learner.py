@@ -52,6 +52,14 @@ LEARNER = Section(
             unit="suffix:tokens/s",
         ),
         lines(
+            "Throughput by phase",
+            "Tokens per second of a phase while it runs: of a busy server, the policy's log-probs, the other roles and "
+            "the update.",
+            ("max by (phase) (penstock_learner_phase_tokens_per_second)", "{{phase}}"),
+            unit="suffix:tokens/s",
+            opens=("learner/Phases",),
+        ),
+        lines(
             "MFU",
             "Model FLOPs utilisation: FLOPs of the model over the peak of the devices. 0 if the peak is not known.",
             ("max(penstock_learner_mfu_ratio)", ""),

@@ -200,6 +200,8 @@ class PolicyPublication:
         """Member commits during which requests were running."""
         self.computed_s = 0.0
         """Seconds of computing between the last two gatherings, on the slowest rank of the policy."""
+        self.push_rate: dict[str, float] = {}
+        """Bytes per second of the newest push that reached a server, as a number of a step."""
         self._computed_before_s = 0.0
         self._staged: GatheredVersion | None = None
         """The newest version, until its push begins."""
@@ -349,6 +351,9 @@ class PolicyPublication:
         self._members = frozenset(server.server_id for server in servers)
         has_base = all(server.policy_version == self.current for server in servers)  # for a delta
         report = await self._push(version, servers, base_version=self.current if has_base else None)
+        seconds = sum(report.seconds.get(phase, 0.0) for phase in ("encode", "announce", "transfer", "commit"))
+        if report.committed and seconds:
+            self.push_rate = {"push_bytes_per_second": report.num_bytes / seconds}
         self._members = frozenset()
         if report.superseded and self._staged is not None and not report.nonfinite:
             return False

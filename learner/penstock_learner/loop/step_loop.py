@@ -109,7 +109,7 @@ class StepLoop:
         has_trained = False
         try:
             if self.config.learner.compile and not self._is_last(self.term.step):
-                following = self._read_ahead(self.term.step + 1, self.term.policy_version)
+                following = self._read_ahead(self.term.step + 1)
                 await self._rehearse(following)
             freeze_loaded_objects()
             await self.phases.enter(LEARNER, FIRST_BATCH)
@@ -118,7 +118,7 @@ class StepLoop:
                     await self._rewind(orders)
                     following = following and following.replaced_by(self.training, self.reader.replace_outdated)
                 started = time.monotonic()
-                current = following = following or self._read_ahead(self.term.step + 1, self.term.policy_version)
+                current = following = following or self._read_ahead(self.term.step + 1)
                 batch = await self._batch_unless_interrupted(current)
                 if batch is None:
                     continue
@@ -133,15 +133,16 @@ class StepLoop:
                         self.training, partial(self.reader.replace, prompt_ids=refused, reason="quarantined")
                     )
                     continue
+                compare_s = time.monotonic() - started - wait_s
                 crash_point("after_read")
                 if not has_trained:
                     await self.phases.enter(LEARNER, "training")
                     has_trained = True
-                is_last = self._is_last(batch.step)
-                following = None if is_last else self._read_ahead(batch.step + 1, self.term.policy_version + 1)
+                following = None if self._is_last(batch.step) else self._read_ahead(batch.step + 1, ahead=1)
                 result = await self._train(batch, current.forwards)
                 crash_point("mid_step")
-                ended = await self._publish(batch, result, started, wait_s, 0.0 if ended is None else started - ended)
+                before_s = (wait_s, compare_s, 0.0 if ended is None else started - ended)
+                ended = await self._publish(batch, result, started, before_s)
                 self.writer.raise_if_failed()
                 if batch.step % self.config.learner.checkpoint.every_steps == 0:
                     await self._checkpoint()
@@ -176,8 +177,9 @@ class StepLoop:
         """Whether the config allows no step after this one. The data may end before."""
         return self.config.dataset.validation.only or 0 < self.config.learner.num_steps <= step
 
-    def _read_ahead(self, step: int, policy_version: int) -> BatchAhead:
-        return BatchAhead.begin(self.reader, self.training, step, policy_version)
+    def _read_ahead(self, step: int, ahead: int = 0) -> BatchAhead:
+        """Read the batch of a step for the version that is `ahead` versions from the term's."""
+        return BatchAhead.begin(self.reader, self.training, step, self.term.policy_version + ahead)
 
     async def _publish_start(self) -> None:
         """Publish the weights that the term starts from. Version 0 is the model folder, which servers load themselves.
@@ -234,17 +236,21 @@ class StepLoop:
         return result
 
     async def _publish(
-        self, batch: Batch, result: StepResult, started: float, wait_s: float, between_s: float
+        self, batch: Batch, result: StepResult, started: float, before_s: tuple[float, float, float]
     ) -> float:
-        """Give the new weights a version, bring it to the servers, and record the step. Returns when the step ended."""
+        """Give the new weights a version, bring it to the servers, and record the step, whose first times are given.
+        Returns when the step ended."""
         version = await self.queue.allocate_version(self.term.policy_version + 1)
         self.term.advance(version)
         stage_started = time.monotonic()
         staged = await self.publication.stage(version, batch.trace_parents)
         ended = time.monotonic()
-        times = StepTimes(wait_s, between_s, ended - stage_started, ended - started, self.publication.computed_s)
+        times = StepTimes(*before_s, ended - stage_started, ended - started, self.publication.computed_s)
         metrics = flattened(result, times, version, self.publication.in_flight_updates)
         metrics |= await self.records.usage_numbers(result)
+        throughput = self.training.access.throughput
+        throughput.add_generation((await self.publication.followers.view.current()).servers, batch.groups)
+        metrics |= throughput.rates() | self.publication.push_rate
         await self.records.record(batch, result, metrics, self.term, self.loggers)
         self.samples.add(TrainedStep(batch.step, version, batch.groups, batch.prompts, result.rewards))
         await self.publication.publish(staged, batch.step, self.agreement.check.last | metrics)

@@ -8,8 +8,9 @@ step: the controller rewinds to a checkpoint.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from penstock.config.algorithms import AlgorithmConfig
 from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, RoleDied
+from penstock.store.fleet import ServerRecord
 from penstock.trajectory import Group
 from penstock_learner.batches.partition import RankShard, partition, unpermute
 from penstock_learner.batches.sequence_batch import SequenceBatch
@@ -59,6 +61,45 @@ class Calls:
             raise ConfigError(f"{name} returned while {self.running[0]} was running; await every call to a role")
 
 
+GENERATING_S = 5.0
+"""Seconds with requests after which a server's tokens are counted: a batch is trained later than it is generated."""
+
+
+@dataclass(eq=False)
+class Throughput:
+    """Tokens and seconds of each phase: calls to roles, and what servers have generated."""
+
+    _totals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Tokens and seconds by phase, since `rates` was called."""
+    _generated: Counter[str] = field(default_factory=Counter)
+    """Tokens of each server that are not counted yet."""
+    _counted_s: dict[str, float] = field(default_factory=dict)
+
+    def add(self, phase: str, num_tokens: float, seconds: float) -> None:
+        before = self._totals.get(phase, (0.0, 0.0))
+        self._totals[phase] = (before[0] + num_tokens, before[1] + seconds)
+
+    def add_generation(self, servers: Sequence[ServerRecord], groups: Sequence[Group]) -> None:
+        """Count the tokens of a batch, per second in which their server had requests."""
+        for group in groups:
+            self._generated[group.server_id] += group.num_response_tokens
+        for server in servers:
+            seconds = server.generating_s - self._counted_s.get(server.server_id, math.inf)
+            if 0 <= seconds < GENERATING_S:
+                continue
+            num_tokens = self._generated.pop(server.server_id, 0)
+            self._counted_s[server.server_id] = server.generating_s
+            if seconds > 0:  # else it is new, or was started again
+                self.add("generation", num_tokens, seconds)
+
+    def rates(self) -> dict[str, float]:
+        """Tokens per second of each phase since the call before, as numbers of a step."""
+        totals, self._totals = self._totals, {}
+        return {
+            f"{phase}_tokens_per_second": tokens / seconds for phase, (tokens, seconds) in totals.items() if seconds
+        }
+
+
 @dataclass(frozen=True)
 class RoleAccess:
     """How roles are called, for all steps of a learner."""
@@ -71,6 +112,7 @@ class RoleAccess:
     """Names of the roles that compute what the sequences of a group have in common once."""
     locks: defaultdict[str, asyncio.Lock] = field(default_factory=lambda: defaultdict(asyncio.Lock))
     """One call at a time to a frozen role: the steps of two batches may call it, and one of them restarts it."""
+    throughput: Throughput = field(default_factory=Throughput)
 
     def shards(self, role: str, num_ranks: int, batch: SequenceBatch) -> tuple[list[RankShard], int]:
         """The shards of a batch, and how many ranks share each of them under sequence parallelism."""
@@ -135,7 +177,12 @@ class Role:
         if join == "reports":
             self._require_proximal(method, batch)
             self._calls.update_started = self._calls.update_started or time.monotonic()
+        started = time.monotonic()
         results = (await self._call_ranks(method, calls))[::num_sharing]
+        forward = "log_probs" if self.name == "policy" else self.name
+        phase = forward if join != "reports" else "update" if self.name == "policy" else f"{self.name}_update"
+        num_tokens = int(batch.prompt_lengths.sum() + batch.response_lengths.sum())
+        self._access.throughput.add(phase, num_tokens, time.monotonic() - started)
         if join in ("tokens", "sequences"):
             self._check_sizes(method, join, results, shards)
             return unpermute(results, shards, batch, by_token=join == "tokens")

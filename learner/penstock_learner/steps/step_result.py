@@ -89,6 +89,8 @@ class StepTimes:
 
     wait_s: float
     """There was nothing to train on."""
+    compare_s: float
+    """The servers' log-probs were compared with the learner's."""
     between_s: float
     """Since the step before it ended."""
     gather_s: float

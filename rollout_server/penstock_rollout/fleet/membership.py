@@ -192,6 +192,7 @@ class FleetMembership:
             running_requests=load.running_requests,
             waiting_requests=load.waiting_requests,
             kv_cache_usage=load.kv_cache_usage,
+            generating_s=load.generating_s,
         )
 
 

@@ -93,6 +93,10 @@ def test_a_killed_generation_continues_with_what_is_missing(dataset: Path, tmp_p
     assert f"{NUM_PROMPTS} prompts, {3 * (NUM_PROMPTS - 1)} samples" in done.stdout
     assert f"; {len(kept)} prompts had been answered before" in done.stdout
     assert "1 prompts have no samples" in done.stdout
+    log = parts / "logs" / "engine-0.log"
+    begun, *others = done.stderr.splitlines()
+    assert begun == f"starting the engine; its log: {log}"
+    assert all(line.startswith(("ready after ", "generating: ", f"WARNING: row {TOO_LONG} has no")) for line in others)
 
     straight = run(command(dataset, tmp_path / "straight.parquet"))
     assert straight.returncode == 0, straight.stderr
@@ -158,6 +162,8 @@ def test_vllm_answers_and_ends_well(dataset: Path, tmp_path: Path) -> None:
     output = tmp_path / "a.parquet"
     done = run(command(dataset, output, "--engine", "vllm", "--limit", "5"))
     assert done.returncode == 0, done.stderr
+    starts = ("starting the engine", "ready after", "generating: ")
+    assert all(line.startswith(starts) for line in done.stderr.splitlines()), "what vLLM prints is in its log"
     assert "5 prompts, 15 samples" in done.stdout and "Traceback" not in done.stderr
     assert [len(row["responses"]) for row in answers(output)] == [3] * 5
 

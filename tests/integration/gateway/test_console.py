@@ -205,7 +205,7 @@ async def test_samples_are_shown_with_prompt_and_truth_filtered_and_paged(page: 
     assert await summaries.count() == 1, "the filters hold for both"
     await page.get_by_label("Highest reward").fill("")
     await apply.click()
-    await page.get_by_text("reward 0.75 (format 0.5) · validation train · step 10 · prompt 3.0 · held-out").wait_for()
+    await page.get_by_text("reward 0.75 (format 0.5) · validation · step 10 · prompt 3.0 · held-out").wait_for()
     await summaries.first.click()
     await keep(page, "samples-validation")
 

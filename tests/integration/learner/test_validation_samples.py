@@ -89,4 +89,4 @@ async def test_the_first_prompts_of_each_validation_are_kept_as_text(
     assert [(step, len(samples)) for step, samples in loggers.tables] == [(0, 4), (10, 4)]
     assert main(["samples", "--validation", "--step", "10", "--run-dir", str(config.folder), "--best"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("reward 1") and "validation train" in shown and "step 0" not in shown
+    assert shown.startswith("reward 1") and "validation  step 10" in shown and "step 0" not in shown

@@ -26,7 +26,7 @@ from penstock.store.fleet import Fleet, Quarantine, Quarantines, RunControl, Ser
 from penstock.store.heartbeats import Heartbeats
 from penstock.store.notices import Event, Notices
 from penstock.v1 import policies_pb2
-from penstock_tools.doctor.examination import check_gpus, check_ports, examine
+from penstock_tools.doctor.examination import _durability, check_gpus, check_ports, examine
 from support.redis_server import RedisProcess
 
 SERVER = ServerRecord("rollout-0", "127.0.0.1:1", "torch", policy_version=3, weights_digest="abc")
@@ -212,8 +212,26 @@ async def test_faults_are_found(config: RunConfig, redis_client: redis.Redis, qu
     assert (level, text[:35]) == ("FAIL", "engine and learner differ by 0.5 na")
     assert ("FAIL", "rollout-0") in [(level, text.split()[0]) for level, text in of(findings, "ports")]
     assert [level for level, text in of(findings, "heartbeat") if text.startswith("learner")] == ["FAIL"]
-    assert [level for level, _ in of(findings, "durability")] == ["WARN"]
+    [(level, text)] = of(findings, "durability")
+    assert level == "OK" and "if this machine crashes, the queue loses up to 2 s" in text
     assert all(finding.advice for finding in findings if finding.level != "OK")
+
+
+@pytest.mark.parametrize(
+    ("url", "window_s", "level"),
+    [
+        ("redis://redis.example:6379", 0, "WARN"),
+        ("redis://redis.example:6379", 2, "OK"),
+        ("unix:///run/redis", 0, "OK"),
+    ],
+)
+def test_a_redis_on_another_machine_may_lose_what_others_have_seen(
+    config: RunConfig, url: str, window_s: float, level: str
+) -> None:
+    found = _durability(
+        {"aof_enabled": 1}, "everysec", config.changed({"redis.url": url, "replay.loss_window_s": window_s})
+    )
+    assert found.level == level
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ BREAKER = OpenBreaker("s", "non_finite", num_failures=8, probe_in_s=1.0)
 STEP = {
     "reward_mean": 0.25, "reward_failed_ratio": 0.0, "truncated_ratio": 0.1, "zero_advantage_group_ratio": 0.4,
     "skipped": 0.0, "lr": 1e-6, "grad_norm": 0.3, "entropy": 0.8, "kl_reference": 0.01, "staleness_mean": 1.0,
-    "is_rejected_ratio": 0.0, "effective_sample_ratio": 0.9, "step_s": 10.0, "wait_s": 1.0, "update_s": 6.0,
-    "forward_s": 2.0, "gather_s": 1.0,
+    "is_rejected_ratio": 0.0, "effective_sample_ratio": 0.9, "step_s": 10.0, "wait_s": 1.0, "update_s": 4.5,
+    "forward_s": 1.5, "gather_s": 0.5, "compare_s": 2.0,
 }  # fmt: skip
 
 
@@ -147,8 +147,12 @@ def test_weights_that_do_not_arrive_are_named() -> None:
 @pytest.mark.parametrize(
     ("times", "server", "stat", "code", "said"),
     [
-        ({}, {}, {}, "learner", "10 s a step, of which update 60%, forward 20%, gather 10%, waiting 10%"),
-        ({"gather_s": 5.0, "update_s": 2.0}, {}, {}, "weights", "gather 50%"),
+        (
+            {}, {}, {}, "learner",
+            "10 s a step, of which update 45%, comparing servers' log-probs 20%, forward 15%, gathering weights 5%, "
+            "waiting 10%, the rest 5%",
+        ),
+        ({"gather_s": 5.0, "update_s": 2.0}, {}, {}, "weights", "gathering weights 50%"),
         ({"wait_s": 8.0}, {}, {}, "groups", "waits 80% of 10 s a step: generation takes long: 8 groups on 1 server"),
         ({"wait_s": 8.0}, {"scoring_groups": 6}, {}, "rewards", "6 of 8 groups on 1 server are being scored"),
         ({"wait_s": 8.0}, {"waiting_requests": 9, "kv_cache_usage": 0.99}, {}, "kv_full", "KV cache is full (99%)"),

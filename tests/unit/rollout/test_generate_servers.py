@@ -49,6 +49,7 @@ def test_a_server_that_dies_is_reported_once_and_the_others_go_on(
     assert (tmp_path / "ended").exists()
     lines = capfd.readouterr().err.splitlines()
     logs = tmp_path / "parts" / "logs"
+    assert lines.pop(0) == f"starting 3 engines; their logs: {logs}"
     assert sorted(lines) == [
         f"server-0 exited with code 1: no memory (log: {logs / 'server-0.log'})",
         f"server-2 was killed by SIGKILL (log: {logs / 'server-2.log'})",
@@ -110,5 +111,5 @@ def test_the_command_of_a_server_overrides_the_options_that_divide() -> None:
     words = servers.server_command(["a.parquet", "--servers", "2", "--shard=1/2"], Shard(3, 4))
     assert words[1:] == [
         "-m", "penstock.cli.main", "generate", "a.parquet", "--servers", "2", "--shard=1/2", "--servers=1",
-        "--shard=3/4",
+        "--shard=3/4", "--verbose",
     ]  # fmt: skip

@@ -201,7 +201,7 @@ async def check_redis(client: RedisClient, config: RunConfig) -> list[Finding]:
         advice = "check redis.url and that the server is running"
         return [finding("redis", "FAIL", f"does not answer ({error})", advice)]
     fsync = await _setting(client, "appendfsync")
-    findings = [_version(info), _durability(info, fsync, config.replay.loss_window_s), _memory(info)]
+    findings = [_version(info), _durability(info, fsync, config), _memory(info)]
     return findings + _disk(config, await _setting(client, "dir"))
 
 
@@ -212,7 +212,10 @@ def _version(info: dict[str, Any]) -> Finding:
     return first_finding("redis", (is_old, "FAIL", text, advice), ok=f"version {version}")
 
 
-def _durability(info: dict[str, Any], fsync: str, loss_window_s: float) -> Finding:
+def _durability(info: dict[str, Any], fsync: str, config: RunConfig) -> Finding:
+    loss_window_s = config.replay.loss_window_s
+    may_lose = fsync == "everysec" and loss_window_s < EVERYSEC_LOSS_S
+    note = "; if this machine crashes, the queue loses up to 2 s, unless replay.loss_window_s is 2" * may_lose
     return first_finding(
         "durability",
         (not info.get("aof_enabled"),
@@ -221,10 +224,10 @@ def _durability(info: dict[str, Any], fsync: str, loss_window_s: float) -> Findi
          "FAIL", "the last write of the append-only file failed", "free disk space on the Redis machine"),
         (fsync == "no",
          "WARN", "appendfsync no: a crash may lose 30 s of writes", "set appendfsync everysec"),
-        (fsync == "everysec" and loss_window_s < EVERYSEC_LOSS_S,
+        (may_lose and not _is_here(config),
          "WARN", f"append-only file, fsync every second, and replay.loss_window_s is {loss_window_s:g}",
          "set replay.loss_window_s to 2, so that a crash of the Redis machine loses nothing"),
-        ok=f"append-only file, fsync {fsync or 'unknown'}",
+        ok=f"append-only file, fsync {fsync or 'unknown'}{note}",
     )  # fmt: skip
 
 
@@ -243,13 +246,16 @@ def _memory(info: dict[str, Any]) -> Finding:
 def _disk(config: RunConfig, folder: str) -> list[Finding]:
     """Check the space for the append-only file of a Redis on this machine, which refuses writes when its disk is
     full."""
-    url = urlsplit(config.redis.url)
-    is_here = url.scheme == "unix" or url.hostname in ("localhost", "127.0.0.1", "::1")
-    if not is_here or not folder or not Path(folder).is_dir():
+    if not _is_here(config) or not folder or not Path(folder).is_dir():
         return []
     space = measure_disk(Path(folder))
     text, advice = f"{space}, the folder of Redis", "free space, before Redis refuses writes"
     return [first_finding("disk", (space.is_low, "WARN", text, advice), ok=text)]
+
+
+def _is_here(config: RunConfig) -> bool:
+    url = urlsplit(config.redis.url)
+    return url.scheme == "unix" or url.hostname in ("localhost", "127.0.0.1", "::1")
 
 
 async def _setting(client: RedisClient, name: str) -> str:

@@ -175,4 +175,6 @@ def print_summary(config: RunConfig, summary: dict[str, Any], history: History) 
     console.print(table)
     console.print(f"reward {sparkline([row['reward_mean'] for row in history], 60)}", style="green")
     for name in ("plot.png", "summary.json"):
-        console.print(str(config.folder / name), soft_wrap=True)
+        console.print(str(config.folder / name), soft_wrap=True, highlight=False)
+    wrote = f"`penstock samples --run-dir {config.folder}` shows what the model wrote"
+    console.print(f"{wrote}; docs/tutorial.md trains on your own data", soft_wrap=True, highlight=False)

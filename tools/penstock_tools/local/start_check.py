@@ -51,6 +51,7 @@ def check_before_start(config: RunConfig) -> None:
     if config.rollout.num_servers:
         check_agent_packages(config.rollout.agents)
     check_run_folder(config)
+    room_for_checkpoints(config)
     _check_own_gateway(config)
 
 
@@ -126,7 +127,7 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
     if failures := [each for each in ended if isinstance(each, PenstockError)]:
         kind = DeadlineExceeded if all(isinstance(each, DeadlineExceeded) for each in failures) else ConfigError
         raise kind("; ".join(dict.fromkeys(map(str, failures))))
-    found = [*(each for each in ended if not isinstance(each, PenstockError)), _room_for_checkpoints(config)]
+    found = [*(each for each in ended if not isinstance(each, PenstockError)), room_for_checkpoints(config)]
     if config.dataset.loader:
         untried = "a check does not call dataset.loader, so neither its rows nor the reward on them were tried"
         found.append(("", [f"{untried}; read the first samples with `penstock samples --worst`"]))
@@ -170,21 +171,27 @@ async def _look_at_dataset(config: RunConfig, started: float, lengths: Awaitable
     return f"up to {MAX_ROWS:,} rows of {', '.join(path.name for path in files)}", doubts
 
 
-def _room_for_checkpoints(config: RunConfig) -> Found:
-    """The size of a checkpoint and the free disk. A run keeps `keep` checkpoints while it writes another one."""
+def room_for_checkpoints(config: RunConfig) -> Found:
+    """The size of a checkpoint and the free disk. A run keeps `keep` checkpoints while it writes another one. Raises
+    ConfigError if not even one fits."""
     from penstock_tools.sizing.plan import checkpoint_bytes
 
     try:
-        num_bytes = checkpoint_bytes(config)
+        num_bytes = 0.0 if config.dataset.validation.only else checkpoint_bytes(config)
     except ConfigError:
-        return "", []  # the sizes of such a model cannot be read from its config.json
-    num_needed = config.learner.checkpoint.keep + 1
-    disk = measure_disk(config.folder, round(num_needed * num_bytes))
+        num_bytes = 0.0  # the sizes of such a model cannot be read from its config.json
+    if not num_bytes:
+        return "", []
+    keep = config.learner.checkpoint.keep
+    num_more = max(1, keep + 1 - len(list(config.folder.glob("checkpoints/term-*-step-*"))))
+    disk = measure_disk(config.folder, round(num_more * num_bytes))
     text = f"a checkpoint takes about {_size(num_bytes)}, and {_size(disk.free_bytes)} of disk are free"
+    advice = f"free space under {config.run_dir}, or set run_dir to a larger disk"
+    if disk.free_bytes < num_bytes:
+        raise ConfigError(f"{text}; {advice}")
     if disk.free_bytes >= disk.needed_bytes:
         return text, []
-    advice = "free space, or set run_dir to a larger disk"
-    return text, [f"{text}; learner.checkpoint.keep {num_needed - 1} needs room for {num_needed}: {advice}"]
+    return text, [f"{text}; learner.checkpoint.keep {keep} needs room for {num_more} more: {advice}"]
 
 
 def _size(num_bytes: float) -> str:

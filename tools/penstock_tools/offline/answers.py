@@ -12,12 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
+from rich.console import Console
 
 from penstock.cli.output import progress_bar
 from penstock.codec import encode_prompt
@@ -27,6 +28,7 @@ from penstock.config.run import RunConfig
 from penstock.errors import InvalidInput, PenstockError, Unavailable, first_error
 from penstock.feed.datasets import nested_field, row_field
 from penstock.hub import data_source_of
+from penstock.logs import printing_to
 from penstock.machine import written_whole
 from penstock.replay.queue_types import Lease
 from penstock.sample_scores import PromptSamples, ScoreSummary, by_source, parts_by_name, summarise
@@ -54,16 +56,21 @@ UNSCORED = RewardConfig.model_validate({"by_data_source": {"*": _LATER}, "defaul
 
 
 def answer_missing(
-    config: RunConfig, prompts: Sequence[Prompt], store: AnswerStore, *, concurrency: int | None, scored: bool
-) -> float:
+    config: RunConfig, prompts: Sequence[Prompt], store: AnswerStore, *, concurrency: int | None, scored: bool,
+    log: Path | None,
+) -> float:  # fmt: skip
     """Answer the rows of its shard that the store lacks, and finish the store. The engine starts only if a row is
-    missing. Returns the seconds that it took, not counting the start of the engine."""
+    missing, and prints to the file `log`, if there is one. Returns the seconds that it took, not counting the start of
+    the engine."""
     started = time.monotonic()
     rows = store.shard.rows(len(prompts))
     missing = [(row, prompts[row]) for row in rows if row not in store.rows]
     if missing:
         try:
-            started = asyncio.run(_answer_all(config, missing, store, concurrency, scored, len(rows)))
+            with printing_to(log) as terminal:
+                where = f"; its log: {log}" if log else ""
+                print(f"starting the engine{where}", file=terminal, flush=True)
+                started = asyncio.run(_answer_all(config, missing, store, concurrency, scored, len(rows), terminal))
         except asyncio.CancelledError:  # SIGTERM
             raise KeyboardInterrupt from None
     seconds = time.monotonic() - started
@@ -73,7 +80,7 @@ def answer_missing(
 
 async def _answer_all(
     config: RunConfig, missing: list[tuple[int, Prompt]], store: AnswerStore, concurrency: int | None, scored: bool,
-    num_rows: int,
+    num_rows: int, terminal: TextIO,
 ) -> float:  # fmt: skip
     """Answer the missing rows. Returns the time, on the monotonic clock, at which the engine was ready."""
     main = asyncio.current_task()
@@ -91,11 +98,14 @@ async def _answer_all(
     # By default as many prompts as fill the engine with samples, and an eighth more, so that none of it stays free.
     at_once = concurrency or -(-config.rollout.engine.max_num_seqs * 9 // 8 // missing[0][1].num_samples)
     try:
+        begun = time.monotonic()
         await scorer.check()
         await agents.open()
-        await start_engine(engine, config.rollout.start_timeout_s)
+        with Console(file=terminal).status("starting"):
+            await start_engine(engine, config.rollout.start_timeout_s)
         ready = time.monotonic()
-        with progress_bar("generating") as progress:
+        print(f"ready after {ready - begun:.0f} s; prompts to answer: {len(missing)}", file=terminal, flush=True)
+        with progress_bar("generating", terminal) as progress:
             task = progress.add_task("", total=num_rows, completed=num_rows - len(missing))
             rows = iter(missing)
 

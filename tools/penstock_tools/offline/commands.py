@@ -46,7 +46,10 @@ def generate(argv: Sequence[str]) -> int:
         with open_store() as store:
             num_found, tokens_before = len(store.rows), store.totals.num_tokens
             if not environments:
-                seconds = answer_missing(config, prompts, store, concurrency=args.concurrency, scored=args.score)
+                log = None if args.verbose else store.folder / "logs" / f"engine-{args.shard.index}.log"
+                seconds = answer_missing(
+                    config, prompts, store, concurrency=args.concurrency, scored=args.score, log=log
+                )
                 num_tokens, counting = store.written.num_tokens, "not counting the start of the engine"
         if environments:
             started = time.monotonic()
@@ -59,7 +62,9 @@ def generate(argv: Sequence[str]) -> int:
     totals = store.totals
     print(
         f"{args.output}: {len(store.rows)} of {len(prompts)} prompts, {totals.num_samples} samples, "
-        f"{totals.num_tokens:,} tokens; {num_found} prompts had been answered before\nmodel: {config.model.path}"
+        f"{totals.num_tokens:,} tokens"
+        + (f"; {num_found} prompts had been answered before" if num_found else "")
+        + f"\nmodel: {config.model.path}"
     )
     if num_tokens:
         print(f"{num_tokens / seconds:,.0f} tokens/s over {seconds:.1f} s, {counting}")
@@ -105,6 +110,7 @@ def _generate_parser() -> Parser:
         help="prompts to answer at once (default: enough to fill the engine)",
     )  # fmt: skip
     parser.add_argument("--limit", type=whole_number(1), metavar="N", help="only the first N prompts")
+    parser.add_argument("--verbose", action="store_true", help="print the engine's log")
     parser.add_argument("--score", action="store_true", help="score each answer with rollout.reward")
     parser.add_argument(
         "--servers", type=whole_number(1), default=1, metavar="N",
@@ -120,6 +126,7 @@ def _generate_parser() -> Parser:
 def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
     from penstock.config.loading import load_config, load_overrides
     from penstock.hub import with_local_model
+    from penstock_tools.starter import context_of
 
     if args.model is None and args.config is None:
         raise ConfigError("no model is given; add --model FOLDER or --config FILE")
@@ -128,6 +135,9 @@ def _config(args: argparse.Namespace, overrides: list[str]) -> RunConfig:
     config = with_local_model(load_config(args.config, overrides) if args.config else load_overrides({}, overrides))
     if not (config.model.path / "config.json").is_file():
         raise ConfigError(f"{config.model.path} is not a model folder; give one with config.json in it")
+    if args.config is None and not any(word.startswith("--rollout.engine.max_model_len") for word in overrides):
+        longest = min(config.rollout.engine.max_model_len, context_of(str(config.model.path)))
+        config = config.changed({"rollout.engine.max_model_len": longest})
     return config
 
 

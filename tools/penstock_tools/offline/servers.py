@@ -59,12 +59,13 @@ def answer_in_servers(
             command = server_command(argv, shard.split(index, len(environments)))
             processes.start(f"server-{index}", command, environment=environment, stop_timeout_s=STOP_TIMEOUT_S)
         names = [child.name for child in processes.children]
+        print(f"starting {len(names)} engines; their logs: {folder / 'logs'}", file=sys.stderr, flush=True)
         with progress_bar(f"generating with {len(names)} servers") as progress:
             task, counted = progress.add_task("", total=num_prompts), dict[Path, int]()
             are_running = True
             while are_running and not stopping.wait(POLL_S):
                 are_running = any(child.exit_code is None for child in processes.children)
-                progress.update(task, completed=count_rows(folder, counted))
+                progress.advance(task, count_rows(folder, counted) - progress.tasks[task].completed)
                 for child in processes.ended(may_finish=names):
                     if child.exit_code == WRONG_INPUT:
                         raise child.error()
@@ -80,7 +81,16 @@ def answer_in_servers(
 
 
 def server_command(argv: Sequence[str], shard: Shard) -> list[str]:
-    return [sys.executable, "-m", "penstock.cli.main", "generate", *argv, "--servers=1", f"--shard={shard}"]
+    return [
+        sys.executable,
+        "-m",
+        "penstock.cli.main",
+        "generate",
+        *argv,
+        "--servers=1",
+        f"--shard={shard}",
+        "--verbose",
+    ]
 
 
 def count_rows(folder: Path, counted: dict[Path, int]) -> int:

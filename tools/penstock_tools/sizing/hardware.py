@@ -35,6 +35,10 @@ CONTEXT_BYTES = 3e9
 """Memory of CUDA, NCCL and compiled kernels on each GPU."""
 PROCESS_BYTES = 3e9
 """Host memory of a rank's process without any weights: Python, torch, Ray and the libraries of CUDA."""
+CPU_PROCESS_BYTES = 0.6e9
+"""The same for a rank, or one of the two processes of a server, on a CPU."""
+CPU_OTHERS_BYTES = 1e9
+"""Memory of a run's other processes on one machine: gateway, controller, Redis and Ray."""
 TRAIN_EFFICIENCY = 0.42
 """Share of `flops` that forward and backward passes over packed tokens reach. bench/results/learner.json has 0.29 with
 0.5B, 0.37 with 1.5B and 0.51 with 7B, on an H200 with float32 master weights, counting recomputed operations."""

@@ -42,7 +42,7 @@ CHECKED_TOKENS = 158
 """Tokens that the self-check of a model without windows runs and compares at once."""
 READ_BYTES = 2**26
 """A rank reads its weights in pieces, and has at most this much of the files in host memory."""
-CONTEXT = "context"
+CONTEXT, PROCESS = "context", "process"
 STAGED = "versions staged for pushes"
 CHECKPOINT_COPY = "copy for the checkpoint"
 BUCKET = 2**25
@@ -366,7 +366,7 @@ def role_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> 
     setup = replace(setup, micro_batch_tokens=setup.tokens_of(role), lora_rank=setup.lora_rank_of(role))
     shape = model if role in ("policy", "reference") else model.without_head()
     uses = (_trained_memory if role in ("policy", "critic") else _frozen_memory)(role, shape, num_ranks, setup)
-    context, process = Size(CONTEXT, "", CONTEXT_BYTES), Size("process", "", PROCESS_BYTES)
+    context, process = Size(CONTEXT, "", CONTEXT_BYTES), Size(PROCESS, "", PROCESS_BYTES)
     return [replace(use, device=(*use.device, context), host=(*use.host, process)) for use in uses]
 
 

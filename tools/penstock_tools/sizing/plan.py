@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from textwrap import indent
 from typing import Any, cast
+
+import yaml
 
 from penstock.config.gpu_bundles import active_resource_groups, num_gpus
 from penstock.config.learner import RoleConfig
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError
-from penstock_tools.sizing.hardware import USABLE_MEMORY, Gpu
-from penstock_tools.sizing.memory import MemoryUse, Role, Setup, peak, role_memory, saved_bytes, server_memory, total
+from penstock.machine import measure_memory
+from penstock_tools.sizing.hardware import CPU_OTHERS_BYTES, CPU_PROCESS_BYTES, USABLE_MEMORY, Gpu
+from penstock_tools.sizing.memory import (
+    CONTEXT,
+    PROCESS,
+    MemoryUse,
+    Role,
+    Setup,
+    peak,
+    role_memory,
+    saved_bytes,
+    server_memory,
+    total,
+)
 from penstock_tools.sizing.models import HUB_IDS, find_shape
 from penstock_tools.sizing.rates import LONGEST_SAMPLE, TRAINED, Pace, PlanTask, Workload
 from penstock_tools.sizing.search import Deployment, SearchResult
@@ -97,6 +111,13 @@ def deployment_memory(found: Deployment) -> dict[str, list[MemoryUse]]:
     }  # fmt: skip
 
 
+def as_json(found: Deployment, run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "placement": found.learner.placement, "gpus": found.num_gpus, "tokens_per_s": found.tokens_per_s,
+        "step_s": found.pace.step_s, "staleness": found.pace.staleness, "config": run,
+    }  # fmt: skip
+
+
 def as_text(found: Deployment, run: dict[str, Any]) -> str:
     """GPUs by role with the items of their memory, rates, the pace and its reason, and the config to use."""
     learner, server, pace, model = found.learner, found.server, found.pace, found.task.policy
@@ -123,7 +144,8 @@ def as_text(found: Deployment, run: dict[str, Any]) -> str:
         *["          raise max_staleness or groups_per_step, or lower response_tokens"] * (pace.limit == "staleness"),
         f"basis     published figures of {found.task.gpu.name}, and efficiencies measured on one H200 (docs/sizing.md)",
         "",
-        "config    " + json.dumps(run),
+        "config",
+        indent(yaml.safe_dump(run, default_flow_style=None, sort_keys=False, width=110), "  ").rstrip(),
     ])  # fmt: skip
 
 
@@ -263,6 +285,29 @@ def config_text(config: RunConfig, gpu: Gpu) -> tuple[str, bool]:
     if (num_for_learner, num_servers, size) == (1, 1, 1) and both <= gpu.memory_bytes * USABLE_MEMORY:
         lines.append(f"              or both on one GPU: {both / 1e9:.1f} of {whole}, fits")
     return "\n".join(lines), cache_bytes > 0 and all(group.fits for group in groups)
+
+
+def cpu_text(config: RunConfig) -> tuple[str, bool]:
+    """The memory of a configuration whose roles have no GPU, and whether this machine has it."""
+    engine, num_servers = config.rollout.engine, config.rollout.num_servers
+    weights = find_shape(str(config.model.path)).num_parameters * Setup.of(config).pushed_bytes
+    server = 2 * weights + (engine.kv_cache_bytes or 0) + 2 * CPU_PROCESS_BYTES  # one version serves, one is received
+    rows = [
+        *((name, role.num_ranks, max(map(_on_cpu, _memory(config, name, role)), default=0.0))
+          for name, role in config.learner.needed_roles.items()),
+        ("rollout", num_servers, server), ("gateway, Redis, Ray", 1, CPU_OTHERS_BYTES),
+    ]  # fmt: skip
+    shown = [(name, f"{count} x {size / 1e9:.1f} GB" if size else "not known") for name, count, size in rows]
+    whole, memory = sum(count * size for _, count, size in rows), measure_memory()
+    fits = memory is None or whole <= memory.size_bytes
+    size = f" of {memory.size_bytes / 1e9:.1f} GB, {_fit_text(fits)}" if memory else " GB"
+    shown.append(("this machine", f"{whole / 1e9:.1f}{size}; no role has a GPU (--gpu NAME shows its memory on one)"))
+    return "\n".join(f"{name:<20} {text}" for name, text in shown), fits
+
+
+def _on_cpu(use: MemoryUse) -> float:
+    """Bytes of a process without CUDA at a moment."""
+    return CPU_PROCESS_BYTES + total([item for item in (*use.device, *use.host) if item.name not in (CONTEXT, PROCESS)])
 
 
 def _fit_text(fits: bool) -> str:

@@ -15,10 +15,13 @@ _FIELDS = {
     "master_dtype": ("learner.master_dtype", "float32 (default) or bfloat16"),
 }
 """Short names of fields of the configuration."""
+DEFAULT_GPU, DEFAULT_MODEL = "h100", "7b"
 
 
 def main(argv: Sequence[str]) -> int:
     args, overrides = parse_with_overrides(_parser(), argv)
+    from penstock.cli.output import to_json
+    from penstock.config.gpu_bundles import num_gpus
     from penstock.config.loading import folded, load_overrides, merged, read_layers
     from penstock.errors import ConfigError
     from penstock_tools.sizing import plan
@@ -26,34 +29,47 @@ def main(argv: Sequence[str]) -> int:
     from penstock_tools.sizing.rates import PLACEMENTS
     from penstock_tools.sizing.search import cheapest, search
 
-    if args.gpu not in GPUS:
-        raise ConfigError(f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}")
-    if args.write is not None and args.gpus is None:
-        raise ConfigError("--write writes what --gpus found: add --gpus N")
+    for is_wrong, why in (
+        (args.gpu not in (None, *GPUS), f"--gpu {args.gpu} is not known; choose one of {', '.join(GPUS)}"),
+        (args.write and not args.gpus, "--write writes what --gpus found: add --gpus N"),
+        (args.model and args.config, "--model and --config both name a model; omit --model, or give --model.path"),
+        (args.json and args.config and not args.gpus, "--json prints deployments; add --gpus N"),
+    ):
+        if is_wrong:
+            raise ConfigError(why)
     tokens = {"prompt_tokens": args.prompt_tokens, "response_tokens": args.response_tokens}
     means = {name: value for name, value in tokens.items() if value is not None}
     layers = read_layers(args.config) if args.config else []
-    run = folded(layers) if layers else plan.new_run(args.model, means)
+    run = folded(layers) if layers else plan.new_run(args.model or DEFAULT_MODEL, means)
     for name, (field, _) in _FIELDS.items():
         if (value := getattr(args, name)) is not None:
             overrides = [f"--{field}={value}", *overrides]
             overrides += [f"--learner.lora.alpha={2 * value}"] * (name == "lora_rank")
     config = load_overrides(run, overrides, layers or "command line")
+    gpu = GPUS[args.gpu or DEFAULT_GPU]
     if args.config is not None and args.gpus is None:
-        text, fits = plan.config_text(config, GPUS[args.gpu])
+        is_on_cpu = args.gpu is None and not num_gpus(config.learner.placement, config.learner.needed_roles)
+        text, fits = plan.cpu_text(config) if is_on_cpu else plan.config_text(config, gpu)
         print(text)
         return 0 if fits else 1
-    task = plan.task_of(config, GPUS[args.gpu], means, is_padded=args.padded)
+    task = plan.task_of(config, gpu, means, is_padded=args.padded)
     placements = [name for name in PLACEMENTS if args.placement in (None, name)]
     if args.gpus is None:
         found = [cheapest(replace(task, placements=(placement,))) for placement in placements]
-        print("\n\n".join(plan.as_text(each, merged(run, plan.chosen_fields(each))) for each in found))
+        plans = [(each, merged(run, plan.chosen_fields(each))) for each in found]
+        if args.json:
+            print(to_json([plan.as_json(*each) for each in plans]))
+        else:
+            print("\n\n".join(plan.as_text(*each) for each in plans))
         return 0
     result = search(replace(task, placements=tuple(placements)), args.gpus)
     chosen = plan.chosen_fields(result.best)
     placed = merged(run, chosen)
     if args.write is not None:
         _write(args.write, placed)
+    if args.json:
+        print(to_json([plan.as_json(result.best, chosen if args.config else placed)]))
+        return 0
     print(f"{plan.search_text(result, args.gpus)}\n\n{plan.as_text(result.best, chosen if args.config else placed)}")
     if args.write is not None:
         print(f"\nwrote {args.write}; check it with `penstock up {args.write} --check`")
@@ -84,20 +100,22 @@ def _parser() -> Parser:
         "Fields of the configuration are set as in other commands: --replay.groups_per_step 128.",
     )
     options: dict[str, dict[str, Any]] = {
-        "model": {"default": "7b", "help": "135m, 0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a folder or a Hub id "
+        "model": {"help": "135m, 0.5b, 1.5b, 3b, 7b, 14b, 30b-a3b, 32b, 70b, a folder or a Hub id "
                   "(default: 7b)"},
         "config": {"type": Path, "metavar": "FILE", "help": "show the memory of this run's roles, or with --gpus place "
                    "them; exit with 1 if they do not fit"},
         "gpus": {"type": whole_number(1), "metavar": "N",
                  "help": "search the deployment with the highest throughput on N GPUs"},
         "write": {"type": Path, "metavar": "FILE", "help": "with --gpus: write the deployment as a YAML file"},
-        "gpu": {"default": "h100", "help": "l40s, a100, h100, h200 or b200 (default: h100)"},
+        "gpu": {"help": f"l40s, a100, h100, h200 or b200 (default: {DEFAULT_GPU}; a --config without GPUs is judged by "
+                "this machine's memory)"},
         "placement": {"choices": ("standalone", "split-collocate"), "metavar": "NAME",
                       "help": "plan standalone or split-collocate only (default: both)"},
         "prompt_tokens": {"type": whole_number(1), "metavar": "N", "help": "mean number of prompt tokens"},
         "response_tokens": {"type": whole_number(1), "metavar": "N", "help": "mean number of response tokens"},
         **{name: {"type": str if name == "master_dtype" else whole_number(0 if name == "max_staleness" else 1),
                   "metavar": "VALUE", "help": f"{field}: {text}"} for name, (field, text) in _FIELDS.items()},
+        "json": {"action": "store_true", "help": "print JSON"},
         "padded": {"action": "store_true", "help": "the model takes the padded path (docs/models.md)"},
     }  # fmt: skip
     for name, option in options.items():

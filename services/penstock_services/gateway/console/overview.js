@@ -11,6 +11,9 @@ const MORE_CHARTS = [
   ["KL to the reference (nats)", "kl_reference"], ["KL to the behaviour policy (nats)", "kl_behaviour"],
   ["gradient norm", "grad_norm"], ["learning rate", "lr"], ["log-prob mismatch (nats)", "logprob_mismatch"],
   ["peak memory of a rank (GiB)", "memory_peak_gib"], ["model FLOPs over peak", "mfu"], ["seconds of a step", "step_s"],
+  ["generated tokens/s of a busy server", "generation_tokens_per_second"], ["tokens/s of the policy's log-probs", "log_probs_tokens_per_second"],
+  ["tokens/s of the reference", "reference_tokens_per_second"], ["tokens/s of the update", "update_tokens_per_second"],
+  ["bytes/s of a push", "push_bytes_per_second"], ["seconds comparing servers", "compare_s"],
   ["seconds waiting for a batch", "wait_s"], ["seconds of forward passes", "forward_s"],
   ["seconds of the update", "update_s"], ["seconds gathering weights", "gather_s"],
 ];

@@ -22,7 +22,7 @@ function query() {
 function shownSample(sample) {
   const parts = Object.entries(sample.reward_parts).map(([name, value]) => `${name} ${number(value)}`).join(", ");
   const versions = sample.min_version === sample.max_version ? `version ${sample.min_version}` : `versions ${sample.min_version}–${sample.max_version}`;
-  const facts = [sample.validation ? `validation ${sample.validation}` : "", `step ${sample.step}`, `prompt ${sample.prompt_id}.${sample.sample}`, sample.data_source, `${sample.num_tokens} tokens`,
+  const facts = [sample.validation ? `validation${sample.validation === "train" ? "" : ` of ${sample.validation}`}` : "", `step ${sample.step}`, `prompt ${sample.prompt_id}.${sample.sample}`, sample.data_source, `${sample.num_tokens} tokens`,
     sample.finish_reason, versions, sample.server_id, sample.is_baseline ? "baseline" : "", sample.reward_failed ? "reward failed" : ""].filter(Boolean).join(" · ");
   return h("details", { class: "sample" },
     h("summary", {}, h("b", {}, `reward ${number(sample.reward)}`), parts ? ` (${parts})` : "", h("span", {}, ` · ${facts} · ${sample.response.slice(0, SHOWN_START)}`)),

@@ -19,12 +19,14 @@ from transformers import AutoModelForCausalLM
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
 from penstock.config.learner import LearnerConfig
 from penstock.errors import ConfigError, TrainingDiverged
+from penstock.store.fleet import ServerRecord
 from penstock.tracing import Tracing
 from penstock_learner.batches.sequence_batch import batch_of
 from penstock_learner.loop.step_loop import StepRecords
 from penstock_learner.metrics import MAX_REWARD_PARTS, LearnerMetrics
 from penstock_learner.roles.dispatch import RankUsage
 from penstock_learner.steps.program import with_advantages
+from penstock_learner.steps.roles import Throughput
 from penstock_learner.steps.step_result import SkippedSteps, StepTimes, mean_rewards, reward_part_means
 from penstock_learner.term import KLController, Rewind, Term
 from support.groups import groups_of, made_by, make_group
@@ -141,7 +143,9 @@ async def test_the_spread_and_the_parts_of_rewards_are_metrics(tiny_models: dict
     assert (metrics["reward_part/format"], metrics["reward_part/an_swer_"]) == (0.75, 3)
     prometheus = LearnerMetrics(CollectorRegistry(), "standalone")
     names = {f"reward_part/{letter}": 1.0 for letter in "abcdefghijklmnopqrst"}
-    prometheus.record_step(metrics | dict.fromkeys(("wait_s", "gather_s", "step_s", "compute_s"), 0.0) | names, {})
+    prometheus.record_step(
+        metrics | dict.fromkeys(("wait_s", "compare_s", "gather_s", "step_s", "compute_s"), 0.0) | names, {}
+    )
     assert prometheus.registry.get_sample_value("penstock_reward_part_mean", {"part": "format"}) == 0.75
     assert prometheus.registry.get_sample_value("penstock_reward_std") == metrics["reward_std"]
     series = [s for family in prometheus.registry.collect() for s in family.samples if "part" in s.labels]
@@ -331,5 +335,33 @@ async def test_the_policy_begins_in_the_step_that_verl_begins_in(tiny_models: di
 def test_overhead_excludes_waiting_and_idle_time_does_not(
     wait_s: float, compute_s: float, overhead: float, idle: float
 ) -> None:
-    times = StepTimes(wait_s, between_s=1.0, gather_s=0.0, step_s=9.0, compute_s=compute_s)
+    times = StepTimes(wait_s, compare_s=0.0, between_s=1.0, gather_s=0.0, step_s=9.0, compute_s=compute_s)
     assert times.overhead_ratio == pytest.approx(overhead) and times.idle_ratio == pytest.approx(idle)
+
+
+def test_the_throughput_of_a_phase_is_that_since_the_step_before() -> None:
+    throughput = Throughput()
+    throughput.add("update", 100, 2.0)
+    throughput.add("update", 100, 3.0)
+    assert throughput.rates() == {"update_tokens_per_second": 40}
+    throughput.add("reference", 0, 0.0)
+    assert throughput.rates() == {}
+
+
+def test_servers_generate_tokens_in_the_seconds_in_which_they_have_requests() -> None:
+    throughput, group = Throughput(), make_group(1)
+
+    def counted(*generating_s: float) -> dict[str, float]:
+        servers = [
+            ServerRecord(name, "a:1", "vllm", generating_s=seconds)
+            for name, seconds in zip((group.server_id, "idle"), generating_s, strict=True)
+        ]
+        throughput.add_generation(servers, [group, group])
+        return throughput.rates()
+
+    num_tokens = group.num_response_tokens
+    assert counted(5.0, 1.0) == {}, "when it began is not known"
+    assert counted(6.0, 1.0) == {}, "its report may be older than the batch"
+    assert counted(13.0, 1.0) == {"generation_tokens_per_second": 4 * num_tokens / 8}
+    assert counted(0.5, 1.0) == {}, "it was started again"
+    assert counted(6.5, 1.0) == {"generation_tokens_per_second": 2 * num_tokens / 6}

@@ -95,6 +95,9 @@ class Setup:
     longest_sequence: int = 0
     """Tokens of the longest sample with its prompt. 0 if no sample is longer than a micro-batch."""
     sequence_parallel: int = 1
+    """Ranks of the policy that share a sequence."""
+    sharing: frozenset[tuple[str, int]] = frozenset()
+    """Other roles and how many of their ranks share a sequence, if it is more than one."""
     logprob_chunk_tokens: int = 2048
     master_bytes: int = 4
     """Bytes of a trained weight, its gradient, and each of Adam's two numbers."""
@@ -129,6 +132,11 @@ class Setup:
             micro_batch_tokens=learner.micro_batch_tokens,
             longest_sequence=config.rollout.engine.max_model_len,
             sequence_parallel=learner.sequence_parallel,
+            sharing=frozenset(
+                (name, num_sharing)
+                for name in ("reference", "critic", "reward_model")
+                if (num_sharing := learner.sequence_parallel_of(name)) > 1
+            ),
             logprob_chunk_tokens=learner.logprob_chunk_tokens,
             master_bytes=_BYTES[learner.master_dtype],
             compute_bytes=(4 if config.model.dtype == "float32" else 2) if wanted == "auto" else _BYTES[wanted],
@@ -162,9 +170,11 @@ class Setup:
 
     def tokens_of(self, role: str) -> int:
         """The most tokens that a rank has in a pass. A sequence is never split over micro-batches, so the longest one
-        may be more than `micro_batch_tokens`. Only the policy splits it over ranks."""
-        num_sharing = self.sequence_parallel if role == "policy" else 1
-        return max(self.micro_batch_tokens, -(-self.longest_sequence // num_sharing))
+        may be more than `micro_batch_tokens`, divided by the ranks that share it."""
+        return max(self.micro_batch_tokens, -(-self.longest_sequence // self.num_sharing(role)))
+
+    def num_sharing(self, role: str) -> int:
+        return self.sequence_parallel if role == "policy" else dict(self.sharing).get(role, 1)
 
 
 def total(items: Sequence[Size]) -> float:
@@ -181,13 +191,14 @@ def saved_bytes(uses: Sequence[MemoryUse]) -> float:
     return sum(part.num_bytes for use in uses for part in use.host if part.name == CHECKPOINT_COPY)
 
 
-def layer_width(model: ModelShape, *, compiles: bool) -> int:
+def layer_width(model: ModelShape, *, compiles: bool, num_sharing: int = 1) -> int:
     """Numbers per token that a layer keeps for its backward pass: norms, attention, and the feed-forward network.
 
     Compiled layers fuse the norms and the gate, and keep less. Each expert gets copies of its tokens."""
     copies = 2 * model.experts.per_token * model.hidden_size if model.experts else 0
     norms, gates = (4, 3) if compiles else (8, 4)
-    return norms * model.hidden_size + model.attention_size + gates * model.active_intermediate_size + copies
+    attention = model.shared_attention_size(num_sharing)
+    return norms * model.hidden_size + attention + gates * model.active_intermediate_size + copies
 
 
 def trained_parameters(model: ModelShape, rank: int) -> int:
@@ -275,7 +286,7 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     layer_buffer = [sized("buffer of a gathered layer", one_layer, each=gathered)] * (num_ranks > 1)
     head_gradient = [sized("gradient of the head", embedding, each=size)] * (role == "policy" and is_whole)
     num_recomputed = round(model.num_layers * setup.recomputed)
-    width = layer_width(model, compiles=setup.compiles)
+    width = layer_width(model, compiles=setup.compiles, num_sharing=setup.num_sharing(role))
     kept_width = round((setup.kept if setup.compiles else 1.0) * width)
     inputs = [
         sized("inputs of the layers", tokens, hidden, num_recomputed, each=size),
@@ -339,7 +350,8 @@ def _frozen_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) 
     layer = [sized("gathered layer, and its buffer", one_layer, each=size, copies=2)] * is_sharded
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
     buffer = [sized("buffer of the gather", in_root, each=size, copies=twice)] * is_sharded
-    width = 4 * model.hidden_size + model.attention_size + 3 * model.active_intermediate_size
+    attention = model.shared_attention_size(setup.num_sharing(role))
+    width = 4 * model.hidden_size + attention + 3 * model.active_intermediate_size
     inside = sized("inside one layer", tokens, width, each=size)
 
     def use(phase: Phase, what: str, others: Sequence[Size], host: Sequence[Size] = ()) -> MemoryUse:

@@ -281,6 +281,8 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     adam = sized("Adam", trained, each=2 * master, ranks=num_ranks)
     state = [*kept, gradients, adam]
     before = [*kept, adam] if is_first else state
+    # The only micro-batch makes the gradients layer by layer, from the last on, and frees the inputs of the layers.
+    others = Count("(P - L - R)", is_first * is_whole * (whole.value - one_layer.value - in_root.value))
     # What a pass holds.
     root = sized("gathered root", in_root, each=gathered)
     layer_buffer = [sized("buffer of a gathered layer", one_layer, each=gathered)] * (num_ranks > 1)
@@ -309,7 +311,6 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     if is_sharded and is_whole:
         reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_ranks if is_first else 0)
         end = [Size("gradients of the root that are being reduced", "", reduced * in_root.value)]
-    copy = Size(CHECKPOINT_COPY, "weights and Adam", total([*kept, adam]))
 
     def use(phase: Phase, what: str, state: list[Size], others: list[Size], host: Sequence[Size] = ()) -> MemoryUse:
         """The moment with the state on the GPU or, as `offload` says, on the host, and with the versions for pushes."""
@@ -325,10 +326,14 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
         use("load", "gathering the root", [weights], unit(in_root)),
         use("load", "the self-check", [weights], [root, *layer_buffer, _checked_logits(model, setup)]),
         use("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs]),
+        use("step", "backward pass of the first layer",
+            [*before, sized("gradients of the other layers", others, each=master, ranks=num_ranks)],
+            [root, *layer, *head_gradient]),
         use("step", "end of the backward pass", state, end),
         use("step", "the update", state, _bucket(trained.value / num_ranks, setup)),
-        use("step", "a checkpoint is written", state, [], [copy]),
-    ]
+        use("step", "a checkpoint is written", state, [],
+            [Size(CHECKPOINT_COPY, "weights and Adam", total([*kept, adam]))]),
+    ]  # fmt: skip
     if role == "policy":
         alone = sized("gathered embedding", embedding, each=gathered, copies=twice if num_ranks > 1 else 1)
         experts = [sized("its experts, one by one", one_layer, each=size)] * (model.experts is not None and is_whole)

@@ -451,6 +451,15 @@ def _serve(pipe: Connection, make: Callable[..., Any], arguments: tuple[Any, ...
             pipe.send((None, traceback.format_exc()))
 
 
+def be_a_host_of_its_own() -> None:
+    """Let this process share a GPU with other ranks. NCCL refuses two ranks on one GPU of one host, so each says that
+    it is a separate host, and they meet over sockets on loopback."""
+    os.environ["NCCL_HOSTID"] = f"pid-{os.getpid()}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
 def gpu_use() -> tuple[float, float] | None:
     """Percent of the time in which the GPU was busy, and MB of its memory in use."""
     program = shutil.which("nvidia-smi")

@@ -63,6 +63,10 @@ BENCHES = {
         "Offload", "bench/gpu/offload.py",
         "memory of a training step with a reference, compared with none and with what `penstock plan` expects",
     ),
+    "long_sequences": (
+        "Long sequences", "bench/gpu/long_sequences.py",
+        "ranks that share sequences, compared with one rank. All share one GPU, so no time is compared",
+    ),
     "whole_run": (
         "Whole runs",
         "bench/gpu/whole_run.py",

@@ -24,13 +24,12 @@ from typing import Any
 import torch
 
 from delta_push_parts.model import MemberProcess, free, shares_of_steps, tensor_checksums, versions_of_a_step
-from harness import Child, Results, make_parser, run_parts, save, say, sized
+from harness import Child, Results, be_a_host_of_its_own, make_parser, run_parts, save, say, sized
 from penstock.config.loading import validate
 from penstock.config.run import RunConfig
 from penstock_learner.weights.publisher import DELTA_TRANSPORTS, DeltaChoice, WeightPublisher
 from penstock_learner.weights.senders import PushTarget
 from weights_gpu_parts.engine import HOST, RUN
-from weights_gpu_parts.ranks import be_a_host_of_its_own
 
 NAME = "delta_push"
 TIMEOUT_S = 200.0

@@ -33,11 +33,6 @@ def check(config: RunConfig, *, with_ray: bool = True) -> str:
     if uploads is not None and newest > [path.name for path in found[:1]]:
         start = f"from {newest[0]} of {uploads.store.url}"
     _check_structure(config)
-    for name, role in config.learner.needed_roles.items():
-        if (own_folder := getattr(role, "path", None)) is not None:
-            from penstock_learner.model.architectures import require_causal
-
-            require_causal(own_folder, f"learner.{'roles.' if name in config.learner.roles else ''}{name}.path")
     try_functions(config.learner.algorithm, has_critic=config.learner.critic is not None)
     check_step(config.learner)
     return f"{start}; {cluster}" if cluster else start
@@ -89,7 +84,7 @@ def _check_ray(config: RunConfig) -> str:
 
 
 def _check_structure(config: RunConfig) -> None:
-    """Raise ConfigError if the learner cannot train the model, if engines could not load what it pushes, or if
+    """Raise ConfigError if the learner cannot use the model of a role, if engines could not load what it pushes, or if
     `learner.router` has no routers. No weights are loaded. A model that cannot be built without them is examined when
     it is loaded."""
     learner = config.learner
@@ -98,8 +93,11 @@ def _check_structure(config: RunConfig) -> None:
     from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
     from penstock_learner.model.routers import find_routers, require_routers
 
-    model = require_causal(config.model.path, "model.path")
-    require_parallel(model, path_of(model), learner.sequence_parallel)
+    for name, role in learner.needed_roles.items():
+        section = "learner." if name == "policy" else f"learner.{'roles.' * (name in learner.roles)}{name}."
+        own_folder = getattr(role, "path", None)
+        model = require_causal(own_folder or config.model.path, f"{section}path" if own_folder else "model.path")
+        require_parallel(model, path_of(model), learner.sequence_parallel_of(name), section)
     lm = model_without_weights(config.model.path)
     if lm is None:
         return

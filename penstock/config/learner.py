@@ -141,7 +141,14 @@ class RoleConfig(Config):
     (with reference) or `critic` (all others)."""
 
 
-class FrozenRoleConfig(RoleConfig):
+class OtherRoleConfig(RoleConfig):
+    """A role besides the policy."""
+
+    sequence_parallel: int = Field(default=1, ge=1)
+    """As `learner.sequence_parallel`, for the ranks of this role."""
+
+
+class FrozenRoleConfig(OtherRoleConfig):
     """A role whose weights never change."""
 
     offload: bool = False
@@ -156,7 +163,7 @@ class ReferenceConfig(FrozenRoleConfig):
     adapter switched off is the reference, and no second model is loaded."""
 
 
-class TrainedRoleConfig(RoleConfig):
+class TrainedRoleConfig(OtherRoleConfig):
     """How a role besides the policy is trained. A setting that is None is the policy's, as are all others."""
 
     lr: float = Field(default=1e-5, gt=0, le=10)
@@ -173,7 +180,7 @@ class TrainedRoleConfig(RoleConfig):
     """Its own passes over a batch."""
 
 
-_OWN_SETTINGS = TrainedRoleConfig.model_fields.keys() - RoleConfig.model_fields.keys() - {"lr"}
+_OWN_SETTINGS = TrainedRoleConfig.model_fields.keys() - OtherRoleConfig.model_fields.keys() - {"lr"}
 
 
 class LoraConfig(Config):
@@ -433,6 +440,11 @@ class LearnerConfig(Config):
         own = {name: value for name in _OWN_SETTINGS if (value := getattr(config, name, None)) is not None}
         return self.model_copy(update=own) if own else self
 
+    def sequence_parallel_of(self, role: str) -> int:
+        """How many ranks of a role share each sequence."""
+        config = self if role == "policy" else self.roles.get(role) or getattr(self, role, None)
+        return config.sequence_parallel if config is not None else 1
+
     @property
     def recomputes_log_probs(self) -> bool:
         """Whether a step computes the policy's own log-probs of the batch before its first update.
@@ -461,6 +473,8 @@ class LearnerConfig(Config):
             for name in self.needed_roles
         }
         longest = max(warmups, key=warmups.__getitem__)
+        unshared = next((f"{'roles.' * (name in self.roles)}{name}" for name, role in self.needed_roles.items()
+                         if role.num_ranks % self.sequence_parallel_of(name) and name != "policy"), "")  # fmt: skip
         return (
             (name == "gae" and critic is None,
              "advantage gae needs a critic: add `learner.critic: {}`, or choose another advantage"),
@@ -475,6 +489,7 @@ class LearnerConfig(Config):
              f"lr_schedule {self.lr_schedule} needs num_steps above {longest}, because it ends at num_steps"),
             (self.policy.num_ranks % self.sequence_parallel,
              "policy.num_ranks, which torchrun sets for sft, must be a multiple of sequence_parallel"),
+            (unshared, f"{unshared}.num_ranks must be a multiple of its sequence_parallel"),
             (unplaceable,
              f"gpus_per_rank of {unplaceable} must add up to at most 1, or be whole numbers: a rank's share is on one "
              "GPU"),

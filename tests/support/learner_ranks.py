@@ -35,8 +35,8 @@ def one_rank_world() -> Iterator[None]:
 
 
 def make_rank(worker: type[RankT], config: RunConfig, name: str = "") -> RankT:
-    """Make a loaded rank. This needs `one_rank_world`, and a config with `learner.publish_host`."""
-    rank: Any = worker(config, 0, 1, name=name)
+    """Make a loaded rank of the process group. It needs a config with `learner.publish_host`."""
+    rank: Any = worker(config, dist.get_rank(), dist.get_world_size(), name=name)
     rank.device = torch.device("cpu")
     rank.load()
     loaded: RankT = rank

@@ -308,6 +308,12 @@ def tiny_model(name: str, seed: int = 0, **larger: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)  # parameters of one dimension keep a part of the values that they begin with
         model = kind.from_config(tiny_config(name, **larger), attn_implementation="eager")
+    return with_random_weights(model, seed)
+
+
+def with_random_weights(model: Any, seed: int) -> Any:
+    import torch
+
     model = model.float().eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -143,6 +143,10 @@ def _all_learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
                 )  # fmt: skip
                 room = task.gpu.memory_bytes * (USABLE_MEMORY - (share or 0.0))
                 split = tuple(zip(groups, counts, strict=True))
+                able = [role for group, count in split for role in group if role != "policy" and count % parallel == 0
+                        and task.shapes[role].num_heads % parallel == 0]  # fmt: skip
+                if parallel > 1 and longest > micro:
+                    setup = replace(setup, sharing=frozenset((role, parallel) for role in able))
                 if all(sum(_bytes(task, role, count, setup) for role in group) <= room for group, count in split):
                     yield Learner(placement, split, setup, train_s(task, split, setup), share or 0.0)
 
@@ -284,6 +288,45 @@ def test_a_sequence_longer_than_a_micro_batch_needs_memory_that_ulysses_shares()
     assert tokens("policy") == tokens("reference") == 32768
     shared = {"policy": {"num_ranks": 4}, "sequence_parallel": 4, "micro_batch_tokens": 4096}
     assert tokens("policy", **shared) == 8192 and tokens("reference", **shared) == 32768
+    shared["reference"] = {"num_ranks": 2, "sequence_parallel": 2}
+    assert tokens("policy", **shared) == 8192 and tokens("reference", **shared) == 16384
+
+
+def test_copies_of_key_heads_need_memory() -> None:
+    model = KNOWN["1.5b"]
+    assert (model.num_heads, model.num_kv_heads) == (12, 2)
+    sizes = [model.shared_attention_size(size) for size in (1, 2, 4, 6, 12)]
+    assert sizes == [2 * (12 + heads) * 128 for heads in (2, 2, 4, 6, 12)]
+    setup = Setup(micro_batch_tokens=2**17, logprob_chunk_tokens=16)
+    few, many = (peak_bytes("policy", model, 4, replace(setup, sequence_parallel=size)) for size in (2, 4))
+    assert many - few == 2**17 * 2 * 2 * 128 * setup.compute_bytes, "two more keys and values of each token"
+
+
+def test_roles_of_long_sequences_share_them_where_the_policy_does() -> None:
+    """A critic whose sequences are too long for one GPU fits where its ranks share them."""
+    gpu = replace(GPUS["h100"], memory_bytes=64e9)
+    run = {
+        "model": {"path": "Qwen/Qwen2.5-1.5B"},
+        "dataset": {"max_tokens": 129_000},
+        "rollout": {"engine": {"max_model_len": 131_072}},
+        "learner": {
+            "algorithm": {"advantage": {"name": "gae"}, "kl": {"placement": "none"}},
+            "critic": {},
+            "micro_batch_tokens": 4096,
+        },
+    }
+    task = task_of(validate(run, "test"), gpu, {})
+    found = search(task, 16).best
+    setup = found.learner.setup
+    assert setup.sequence_parallel > 1 and setup.num_sharing("critic") == setup.sequence_parallel
+    ranks = found.learner.ranks["critic"]
+    assert ranks % setup.num_sharing("critic") == 0
+    assert task.needed_bytes(["critic"], ranks, replace(setup, sharing=frozenset())) > task.usable_bytes
+    chosen = validate(merged(run, chosen_fields(found)), "test")
+    assert chosen.learner.sequence_parallel_of("critic") == setup.sequence_parallel
+    again = task_of(chosen, gpu, {})
+    whole = replace(found, task=again, learner=replace(found.learner, setup=replace(setup, sharing=frozenset())))
+    assert chosen_fields(whole)["learner"]["critic"]["sequence_parallel"] == 1
 
 
 def test_the_memory_of_roles_in_one_pool_adds_up() -> None:

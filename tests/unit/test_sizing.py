@@ -324,6 +324,22 @@ def test_planned_steps_need_the_memory_that_was_measured_on_an_h200() -> None:
         assert planned == pytest.approx(gibibytes * 2**30, rel=0.1), match[0]
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "measured"),
+    [(9221, (4.971, 2.806, 2.089)), (36869, (8.732, 4.742, 2.694)), (147461, (24.34, 12.71, 6.707))],
+)
+def test_ranks_that_share_long_sequences_need_the_memory_that_was_measured_on_an_h200(
+    num_tokens: int, measured: tuple[float, ...]
+) -> None:
+    """GiB of a rank, by `bench/gpu/long_sequences.py`: one micro-batch over one, two and four ranks."""
+    model = replace(KNOWN["1.5b"], num_layers=4, vocabulary_size=32768)
+    for num_ranks, gibibytes in zip((1, 2, 4), measured, strict=True):
+        setup = Setup(-(-num_tokens // num_ranks), sequence_parallel=num_ranks, num_micro_batches=1)
+        items = peak(role_memory("policy", model, num_ranks, setup), "step").device
+        planned = total([item for item in items if item.name not in (CONTEXT, STAGED)])
+        assert planned == pytest.approx(gibibytes * 2**30, rel=0.06)
+
+
 def test_rates_are_near_what_was_measured_on_an_h200() -> None:
     measurements = json.loads((ROOT / "bench" / "results" / "weights_gpu.json").read_text())["measurements"]
     measured = {entry["name"]: entry["median"] for entry in measurements}

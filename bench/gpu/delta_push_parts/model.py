@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from harness import be_a_host_of_its_own
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.v1 import weights_pb2
@@ -26,7 +27,6 @@ from penstock_rollout.engines.engine import CommitReport
 from penstock_rollout.fleet.membership import reported_nccl_version
 from penstock_rollout.weights.stage import StageSlot, bucket_checksum, device_uuid
 from weights_gpu_parts.engine import SHAPES, member
-from weights_gpu_parts.ranks import be_a_host_of_its_own
 
 START_TIMEOUT_S = 60.0
 

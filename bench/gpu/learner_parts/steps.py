@@ -19,6 +19,7 @@ from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.architectures import ModelPath, path_of
 from penstock_learner.model.attention import packed_attention
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.loading import prepare_for_training
 from penstock_learner.model.recurrent_layers import pack_recurrent_layers
@@ -133,12 +134,13 @@ def padded(part: SequenceBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 class Ours:
-    """The learner's own step: FSDP2 with one rank, packed sequences, chunked log-probs, the PPO loss. `changed` are
-    settings of the learner; `padded` asks for Hugging Face's forward of padded rows."""
+    """The learner's own step: FSDP2, packed sequences, chunked log-probs, the PPO loss. If there are several ranks, all
+    share its sequences. `changed` are settings of the learner; `padded` asks for Hugging Face's forward of padded
+    rows."""
 
     def __init__(
         self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool, *,
-        padded: bool = False, **changed: Any,
+        padded: bool = False, parallel: SequenceParallel | None = None, **changed: Any,
     ) -> None:  # fmt: skip
         packed_attention.register()
         self.learner = LearnerConfig.model_validate(
@@ -159,8 +161,10 @@ class Ours:
         assert path.is_packed != padded
         pack_recurrent_layers(lm)
         self.model = CausalLM(lm, self.learner.logprob_chunk_tokens, path, compiled=compiled)
-        prepare_for_training(self.model, self.learner, torch.bfloat16, is_cuda=device.type == "cuda")
-        self.update = PolicyUpdate(self.model, make_optimizer(self.model, self.learner, LR), self.learner, device)
+        dtype = DTYPES[self.learner.compute_dtype]
+        prepare_for_training(self.model, self.learner, dtype, is_cuda=device.type == "cuda")
+        optimizer = make_optimizer(self.model, self.learner, LR)
+        self.update = PolicyUpdate(self.model, optimizer, self.learner, device, parallel)
         self.num_steps = 0
 
     def state_bytes(self) -> int:

@@ -1,8 +1,8 @@
 """Measures pushes between ranks in separate processes, which share one GPU: nccl against a raw broadcast, the
 recovery from a member that is killed or stopped, and nccl from host memory against gloo.
 
-NCCL refuses two ranks on one GPU of one host. So each process says that it is a separate host (NCCL_HOSTID), and the
-ranks meet over sockets on loopback: everything is real, except that the bandwidth is a loopback's.
+The ranks meet over sockets on loopback (`be_a_host_of_its_own`): everything is real, except that the bandwidth is a
+loopback's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from harness import Child, Results, alternate, median_ratio, save, say
+from harness import Child, Results, alternate, be_a_host_of_its_own, median_ratio, save, say
 from penstock.errors import WeightPushFailed
 from penstock.v1 import weights_pb2
 from penstock.weights import cuda
@@ -37,13 +37,6 @@ NUM_MEMBERS = 3
 NUM_ROUNDS = 5
 RECOVERY_S = 5.0
 """How much longer than the deadline a recovery may take."""
-
-
-def be_a_host_of_its_own() -> None:
-    os.environ["NCCL_HOSTID"] = f"pid-{os.getpid()}"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    os.environ["NCCL_IB_DISABLE"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 class RawRank:

@@ -157,8 +157,11 @@ def decoder_of(lm: Any) -> Any:
     return decoder if decoder.get_output_embeddings() is None else decoder.model
 
 
-def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
-    """Raise ConfigError if `num_sharing` ranks cannot share the tokens of a sequence of this model."""
+def require_parallel(config: Any, path: ModelPath, num_sharing: int, section: str = "learner.") -> None:
+    """Raise ConfigError if `num_sharing` ranks cannot share the tokens of a sequence of this model. `section` is the
+    part of the config that has `sequence_parallel`."""
+    if num_sharing == 1:
+        return
     reason = path.reason
     if path.is_packed and depends_on_length(config):
         reason = "its rotary embedding depends on the length of a sequence, of which a rank sees only a part"
@@ -166,8 +169,12 @@ def require_parallel(config: Any, path: ModelPath, num_sharing: int) -> None:
         reason = (
             "its recurrent layers need the tokens of a sequence one after the other, of which a rank sees only a part"
         )
-    if num_sharing > 1 and reason:
-        raise ConfigError(f"learner.sequence_parallel must be 1 with a model of type {config.model_type}: {reason}")
+    if reason:
+        raise ConfigError(f"{section}sequence_parallel must be 1 with a model of type {config.model_type}: {reason}")
+    if (num_heads := config.get_text_config().num_attention_heads) % num_sharing:
+        raise ConfigError(
+            f"{section}sequence_parallel {num_sharing} must be a divisor of the model's {num_heads} attention heads"
+        )
 
 
 def path_of(config: Any) -> ModelPath:

@@ -226,10 +226,32 @@ def hidden_states(lm: Any, token_ids: Tensor, positions: Tensor, packing: Packin
     return states
 
 
+def hidden_at(lm: Any, inputs: ModelInputs, wanted: Tensor) -> tuple[Tensor, Tensor | slice]:
+    """The hidden states at those of the `wanted` packed tokens that this rank computes, and which of them these are:
+    all, or under sequence parallelism the ones in its slice. `of_all_ranks` joins what is computed from them."""
+    tokens, positions, parallel = inputs.token_ids, inputs.packing.columns, inputs.packing.parallel
+    if parallel is None:
+        return hidden_states(lm, tokens, positions, inputs.packing)[wanted], slice(None)
+    num_tokens = len(tokens)
+    own = parallel.own(num_tokens)
+    mine = ((wanted >= own.start) & (wanted < own.stop)).nonzero().squeeze(1)
+    tokens, positions = (parallel.pad(values[own], num_tokens) for values in (tokens, positions))
+    return hidden_states(lm, tokens, positions, inputs.packing)[wanted[mine] - own.start], mine
+
+
+def of_all_ranks(own: Tensor, mine: Tensor | slice, wanted: Tensor, packing: Packing) -> Tensor:
+    """The numbers at all `wanted` tokens, of which this rank has computed its `own`."""
+    if packing.parallel is None:
+        return own
+    assert isinstance(mine, Tensor)
+    return packing.parallel.whole(own, mine, len(wanted))
+
+
 def padded_inputs(inputs: ModelInputs) -> dict[str, Any]:
     """Arguments for Hugging Face's own forward: right-padded rows [S, L] and their mask. No token looks right, so
     padding changes nothing, whatever the layers are."""
     packing = inputs.packing
+    assert packing.parallel is None, "ranks refuse to share sequences of models on the padded path"
     return {
         "input_ids": inputs.token_ids[packing.gather],
         "attention_mask": packing.is_token.long(),
@@ -260,14 +282,12 @@ class CausalLM(FolderModel):
             return self._forward_padded(inputs) if padded else self._forward_packed(inputs)
 
     def _forward_packed(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        if inputs.packing.parallel is not None:
-            return self._forward_slice(inputs, inputs.packing.parallel)
-        hidden = hidden_states(self.lm, inputs.token_ids, inputs.packing.columns, inputs.packing)
-        return self._head(hidden[inputs.predicting], inputs.targets, inputs.temperatures)
+        hidden, mine = hidden_at(self.lm, inputs, inputs.predicting)
+        results = self._head(hidden, inputs.targets[mine], inputs.temperatures[mine])
+        log_probs, entropy = (of_all_ranks(own, mine, inputs.predicting, inputs.packing) for own in results)
+        return log_probs, entropy
 
     def _forward_padded(self, inputs: ModelInputs) -> tuple[Tensor, Tensor]:
-        if inputs.packing.parallel is not None:
-            raise ConfigError(f"learner.sequence_parallel must be 1 with this model: {self.path.reason}")
         packing = inputs.packing
         logits: Tensor = self.lm(**padded_inputs(inputs)).logits
         predicting = logits[packing.rows[inputs.predicting], packing.columns[inputs.predicting]]
@@ -278,21 +298,6 @@ class CausalLM(FolderModel):
             chunk_tokens=self.chunk_tokens,
             entropy_has_gradient=self.entropy_has_gradient,
         )
-
-    def _forward_slice(self, inputs: ModelInputs, parallel: SequenceParallel) -> tuple[Tensor, Tensor]:
-        """Compute this rank's slice of the tokens. Every rank gets the results of all tokens."""
-        num_tokens = len(inputs.token_ids)
-        own = parallel.own(num_tokens)
-        mine = ((inputs.predicting >= own.start) & (inputs.predicting < own.stop)).nonzero().squeeze(1)
-        tokens, positions = (
-            parallel.pad(values[own], num_tokens) for values in (inputs.token_ids, inputs.packing.columns)
-        )
-        hidden = hidden_states(self.lm, tokens, positions, inputs.packing)
-        results = self._head(
-            hidden[inputs.predicting[mine] - own.start], inputs.targets[mine], inputs.temperatures[mine]
-        )
-        log_probs, entropy = (parallel.whole(result, mine, len(inputs.targets)) for result in results)
-        return log_probs, entropy
 
     def _head(self, hidden: Tensor, targets: Tensor, temperatures: Tensor) -> tuple[Tensor, Tensor]:
         return log_probs_and_entropy(

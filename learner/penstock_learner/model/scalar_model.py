@@ -14,7 +14,7 @@ from penstock.machine import collecting_rarely
 from penstock.weights.folder_tensors import read_json
 from penstock_learner.model.architectures import ModelPath, decoder_of, is_composite, logit_form_of
 from penstock_learner.model.attention.packed_layout import ModelInputs
-from penstock_learner.model.causal_lm import hidden_states, open_model, open_on_path, padded_inputs
+from penstock_learner.model.causal_lm import hidden_at, of_all_ranks, open_model, open_on_path, padded_inputs
 from penstock_learner.model.loading import FolderModel, decoder_layers
 
 
@@ -30,8 +30,9 @@ class ScalarModel(FolderModel):
             packing = inputs.packing
             row, column = packing.rows[positions], packing.columns[positions]
             return self._forward_padded(padded_inputs(inputs), row, column, with_head=with_head)
-        hidden = hidden_states(self.lm, inputs.token_ids, inputs.packing.columns, inputs.packing)[positions]
-        return self._numbers(hidden) if with_head else hidden
+        hidden, mine = hidden_at(self.lm, inputs, positions)
+        own = self._numbers(hidden) if with_head else hidden
+        return of_all_ranks(own, mine, positions, inputs.packing)
 
     def _forward_padded(self, rows: dict[str, Any], row: Tensor, column: Tensor, *, with_head: bool) -> Tensor:
         backbone = decoder_of(self.lm) if is_composite(self.lm.config) else self.lm.base_model

@@ -21,6 +21,7 @@ from penstock.errors import ConfigError, first_line_of
 from penstock_learner.batches.sequence_batch import SequenceBatch, unsampled_batch
 from penstock_learner.model.architectures import depends_on_length
 from penstock_learner.model.attention.packed_layout import ModelInputs
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.scalar_model import JudgeModel, ScalarModel
 
@@ -67,9 +68,13 @@ class SelfCheck:
         return self.leak <= self.limit
 
 
-def require_right(model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError, with the numbers, if the model's path is wrong. Collective where the model is sharded."""
-    check = compare_with_plain(model, key, device, dtype)
+def require_right(
+    model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype,
+    parallel: SequenceParallel | None = None,
+) -> None:  # fmt: skip
+    """Raise ConfigError, with the numbers, if the model's path is wrong. With `parallel` its ranks share the sequences.
+    Collective where the model is sharded."""
+    check = compare_with_plain(model, key, device, dtype, parallel)
     if not check.is_equal:
         raise ConfigError(
             f"{key}: {model.lm.config.model_type} on the {'packed' if check.is_packed else 'padded'} path differs from "
@@ -83,14 +88,17 @@ def require_right(model: CausalLM | ScalarModel, key: str, device: torch.device,
         )
 
 
-def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype) -> SelfCheck:
+def compare_with_plain(
+    model: CausalLM | ScalarModel, key: str, device: torch.device, dtype: torch.dtype,
+    parallel: SequenceParallel | None = None,
+) -> SelfCheck:  # fmt: skip
     """Compare the model's path with the plain forward. Collective where the model is sharded. Raises ConfigError if the
     model cannot run at all, or runs out of memory."""
     vocabulary: int = model.lm.config.get_text_config().vocab_size
     lengths = np.array(_lengths(model.lm.config), dtype=np.int64)
     token_ids = np.random.default_rng(0).integers(0, vocabulary, lengths.sum())
     batch = unsampled_batch(token_ids, lengths, np.ones_like(lengths), np.arange(len(lengths)))  # prompts of one token
-    run = _runner(model, device)
+    run = _runner(model, device, parallel)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             own = run(batch, False)
@@ -124,14 +132,17 @@ def compare_with_plain(model: CausalLM | ScalarModel, key: str, device: torch.de
     return SelfCheck(model.path.is_packed, difference / spread, limit, int(batch.lengths.max()), leak / spread)
 
 
-def _runner(model: CausalLM | ScalarModel, device: torch.device) -> Callable[[SequenceBatch, bool], Tensor]:
+def _runner(
+    model: CausalLM | ScalarModel, device: torch.device, parallel: SequenceParallel | None
+) -> Callable[[SequenceBatch, bool], Tensor]:
     """Runs a batch on the model's own path, or, if the second argument is true, through Hugging Face's forward."""
-    if isinstance(model, CausalLM):
-        return lambda batch, padded: model(ModelInputs.of(batch, device), padded=padded)[0].float()
     with_head = isinstance(model, JudgeModel)
 
     def run(batch: SequenceBatch, padded: bool) -> Tensor:
-        inputs = ModelInputs.of(batch, device)
+        inputs = ModelInputs.of(batch, device, None if padded else parallel)
+        if isinstance(model, CausalLM):
+            log_probs: Tensor = model(inputs, padded=padded)[0]
+            return log_probs.float()
         everywhere = torch.arange(len(batch.token_ids), device=device)
         # A critic's new head is zero everywhere, so its hidden states are compared.
         values: Tensor = model(inputs, everywhere, padded=padded, with_head=with_head)

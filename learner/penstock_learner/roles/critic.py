@@ -37,7 +37,7 @@ class CriticWorker(TrainerRank):
             add_critic_adapter(self.model, lora, self.path_key.replace(".path", ".lora"))
         self.lr = self.settings.lr
         self.prepare(self.model, self.lr)
-        require_right(self.model, self.path_key, self.device, compute_dtype_of(self.config))
+        require_right(self.model, self.path_key, self.device, compute_dtype_of(self.config), self.parallel)
 
     @dispatched(join="tokens")
     def values(self, part: RankShard) -> NDArray[np.float32]:
@@ -78,6 +78,6 @@ class CriticWorker(TrainerRank):
         return torch.stack([loss.detach(), num_clipped.to(loss.dtype)])
 
     def _forward(self, micro: SequenceBatch, part: RankShard) -> torch.Tensor:
-        inputs = ModelInputs.of(micro, self.device, tree=tree_of(micro, part, self.model))
+        inputs = ModelInputs.of(micro, self.device, self.parallel, tree=tree_of(micro, part, self.model))
         values: torch.Tensor = self.model(inputs, inputs.predicting)
         return values

@@ -29,6 +29,7 @@ class FrozenRank(Rank):
     def freeze(self, model: CausalLM | ScalarModel, key: str) -> None:
         """Shard the model over the role's ranks, read this rank's weights, and check its forward pass. Raises
         ConfigError if weights that cannot be offloaded are to be."""
+        self.require_parallel(model)
         model.requires_grad_(False)
         offload: bool = self.settings.offload
         if offload and is_quantized(model):
@@ -38,7 +39,7 @@ class FrozenRank(Rank):
         if self.world_size > 1 or offload:
             shard(model, offload=host_policy(offload, is_cuda=self.device.type == "cuda"))
         read_weights(model, self.device, offload=offload)
-        require_right(model, key, self.device, self.model_dtype)
+        require_right(model, key, self.device, self.model_dtype, self.parallel)
 
 
 class ReferenceWorker(FrozenRank):
@@ -58,7 +59,7 @@ class ReferenceWorker(FrozenRank):
     def log_probs(self, part: RankShard) -> NDArray[np.float32]:
         """[T] log-probs of this rank's micro-batches, concatenated."""
         self.crash_point()
-        return forward_log_probs(self.model, part, self.device)
+        return forward_log_probs(self.model, part, self.device, self.parallel)
 
 
 class RewardModelWorker(FrozenRank):
@@ -92,7 +93,7 @@ class RewardModelWorker(FrozenRank):
             for micro in part.micro_batches:
                 asked = followed_by(self.retokenize(micro), self.question)
                 last = torch.as_tensor(np.cumsum(asked.lengths) - 1, device=self.device)
-                results.append(self.model(ModelInputs.of(asked, self.device), last).cpu().numpy())
+                results.append(self.model(ModelInputs.of(asked, self.device, self.parallel), last).cpu().numpy())
         joined: NDArray[np.float32] = np.concatenate(results)
         return joined
 

@@ -40,9 +40,8 @@ from penstock_learner.algorithms.losses import (
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model.adapter import adapter_off, add_adapter
-from penstock_learner.model.architectures import require_parallel
 from penstock_learner.model.attention.packed_layout import ModelInputs, required_to_device, to_device, to_host, tree_of
-from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.causal_lm import CausalLM, forward_log_probs, open_model
 from penstock_learner.model.published_layout import PushedWeights, fit_to_folder
 from penstock_learner.model.routers import Balance, watch_routers
@@ -61,7 +60,6 @@ def open_policy(config: RunConfig) -> CausalLM:
     model = open_model(
         config.model.path, DTYPES[learner.master_dtype], learner.logprob_chunk_tokens, compiled=learner.compile
     )
-    require_parallel(model.lm.config, model.path, learner.sequence_parallel)
     fit_to_folder(model.lm, config.model.path, "model.path")
     if learner.lora is not None:
         add_adapter(model, learner.lora)
@@ -212,10 +210,9 @@ class PolicyWorker(TrainerRank):
         self.model.entropy_has_gradient = learner.algorithm.loss.entropy_coefficient != 0
         self.prepare(self.model, learner.lr)
         self.compute_dtype = compute_dtype_of(self.config)
-        require_right(self.model, "model.path", self.device, self.compute_dtype)
-        parallel = make_sequence_parallel(learner.sequence_parallel)
+        require_right(self.model, "model.path", self.device, self.compute_dtype, self.parallel)
         self.pushed = PushedWeights(self.model)
-        self.policy_update = PolicyUpdate(self.model, self.optimizer, learner, self.device, parallel)
+        self.policy_update = PolicyUpdate(self.model, self.optimizer, learner, self.device, self.parallel)
         host = self.config.learner.publish_host or self.node_address
         self.publisher = WeightPublisher(self.config, host, self.device) if self.rank == 0 else None
         """The controller calls its `push` and `write_snapshot` in the lane of the push, while training continues."""

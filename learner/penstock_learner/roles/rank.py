@@ -8,9 +8,10 @@ import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import ray
@@ -25,10 +26,14 @@ from penstock.errors import Fenced
 from penstock.logs import setup_logging
 from penstock.machine import freeze_loaded_objects, keep_compiled_code, keep_files_private
 from penstock_learner.crash_points import crash_point
-from penstock_learner.model.architectures import prefix_sharing_roles
+from penstock_learner.model.architectures import prefix_sharing_roles, require_parallel
+from penstock_learner.model.attention.sequence_parallel import SequenceParallel, make_sequence_parallel
 from penstock_learner.model.torch_settings import DTYPES, set_up_torch
 from penstock_learner.rendezvous import open_store
 from penstock_learner.roles.dispatch import Join, declarations
+
+if TYPE_CHECKING:
+    from penstock_learner.model.loading import FolderModel
 
 logger = logging.getLogger(__name__)
 ORPHAN_S = 300.0
@@ -210,6 +215,16 @@ class Rank:
 
     def wait_idle(self) -> None:
         """Do nothing. A call in a lane returns once the earlier call in that lane has ended."""
+
+    @cached_property
+    def parallel(self) -> SequenceParallel | None:
+        """The ranks that share this one's sequences; None if it computes whole ones. The first use is collective."""
+        return make_sequence_parallel(self.config.learner.sequence_parallel_of(self.role))
+
+    def require_parallel(self, model: FolderModel) -> None:
+        """Raise ConfigError if the config wants this model's ranks to share sequences, and they cannot."""
+        section = "learner." if self.role == "policy" else self.path_key.removesuffix("path")
+        require_parallel(model.lm.config, model.path, self.config.learner.sequence_parallel_of(self.role), section)
 
     @property
     def path_key(self) -> str:

@@ -41,6 +41,7 @@ class TrainerRank(Rank):
             raise ConfigError(
                 f"learner.roles.{self.role}.offload is for workers that are not trained; set learner.offload"
             )
+        self.require_parallel(model)
         self.learner = learner = self.config.learner.training_of(self.role)
         """The settings that this role is trained with."""
         prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")

@@ -118,7 +118,7 @@ class RoleAccess:
         """The shards of a batch, and how many ranks share each of them under sequence parallelism."""
         if role != "policy":  # only the policy replays the engine's choice of experts
             batch = replace(batch, routed_experts=None)
-        num_sharing = self.config.sequence_parallel if role == "policy" else 1
+        num_sharing = self.config.sequence_parallel_of(role)
         shards = partition(
             batch,
             num_ranks // num_sharing,

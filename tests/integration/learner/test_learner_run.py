@@ -252,7 +252,9 @@ def test_a_checkpoint_of_two_ranks_is_continued_by_one_and_by_four(
     settings = ppo(classifier)
     run: RunConfig | None = None
     for num_steps, num_ranks in ((2, 2), (3, 1), (NUM_STEPS, 4)):
-        ranks = {"policy": {"num_ranks": num_ranks}, "critic": settings["critic"] | {"num_ranks": num_ranks}}
+        share = {"sequence_parallel": min(num_ranks, 2)}  # of two and four ranks, two share each sequence
+        critic = settings["critic"] | {"num_ranks": num_ranks} | share
+        ranks = {"policy": {"num_ranks": num_ranks}, "critic": critic} | share
         config = make_config(tmp_path, model, redis_process.url, "elastic", **(settings | ranks), num_steps=num_steps)
         if run is None:
             asyncio.run(fill_queue(config))

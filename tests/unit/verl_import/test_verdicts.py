@@ -146,6 +146,25 @@ def test_frozen_models_are_offloaded_where_verl_offloads_them() -> None:
     assert import_words(words).config.learner.reward_model is None
 
 
+def test_other_roles_share_sequences_where_verls_do() -> None:
+    words = ["algorithm.adv_estimator=gae", "algorithm.use_kl_in_reward=True", "trainer.n_gpus_per_node=16",
+             f"{ACTOR}ulysses_sequence_parallel_size=2", "critic.ulysses_sequence_parallel_size=4"]  # fmt: skip
+    imported = import_words(words)
+    learner = imported.config.learner
+    roles = ("policy", "reference", "critic")
+    assert [learner.sequence_parallel_of(role) for role in roles] == [2, 2, 4], "verl's reference is as its policy"
+    assert (
+        import_words(
+            [*words, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1"]
+        ).config.learner.reference.sequence_parallel
+        == 1
+    )
+    imported = import_words([*words, "trainer.n_gpus_per_node=8"])
+    assert imported.config.learner.sequence_parallel_of("critic") == 2
+    (lost,) = [entry for entry in imported.findings.keys["missing"] if entry[0].startswith("critic.")]
+    assert lost == ("critic.ulysses_sequence_parallel_size", 4, "made smaller, 2, to divide the ranks of the critic")
+
+
 def test_verls_critic_does_not_take_the_policys_decay_clipping_and_warm_up() -> None:
     actor = ("optim.weight_decay=0.3", "grad_clip=2.0", "optim.lr_warmup_steps=7", "ppo_mini_batch_size=512")
     words = ["algorithm.adv_estimator=gae", "data.train_batch_size=1024", *(ACTOR + each for each in actor)]

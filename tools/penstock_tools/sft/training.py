@@ -38,7 +38,6 @@ from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.checkpoints import CheckpointStore, FileRecord, first_intact, read_state
 from penstock_learner.loggers.step_loggers import StepLoggers, check_loggers, open_loggers
 from penstock_learner.model.attention.packed_layout import ModelInputs, to_device
-from penstock_learner.model.attention.sequence_parallel import make_sequence_parallel
 from penstock_learner.model.self_check import require_right
 from penstock_learner.model.torch_settings import compute_dtype_of, set_up_torch
 from penstock_learner.optim.optimizer import apply_gradients
@@ -87,8 +86,7 @@ class SupervisedRank(TrainerRank):
         self.model = open_policy(self.config)
         # The optimizer comes before the first forward pass, in which FSDP replaces the parameters for a while.
         self.prepare(self.model, self.config.learner.lr)
-        require_right(self.model, "model.path", self.device, compute_dtype_of(self.config))
-        self.parallel = make_sequence_parallel(self.num_sharing)
+        require_right(self.model, "model.path", self.device, compute_dtype_of(self.config), self.parallel)
 
     def step(self, batch: SequenceBatch, num_done: int) -> dict[str, float]:
         """Take one optimizer step after `num_done` others. Every rank gets the whole batch, trains its part and gives

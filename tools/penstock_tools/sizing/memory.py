@@ -95,6 +95,9 @@ class Setup:
     longest_sequence: int = 0
     """Tokens of the longest sample with its prompt. 0 if no sample is longer than a micro-batch."""
     sequence_parallel: int = 1
+    """Ranks of the policy that share a sequence."""
+    sharing: frozenset[tuple[str, int]] = frozenset()
+    """Other roles and how many of their ranks share a sequence, if it is more than one."""
     logprob_chunk_tokens: int = 2048
     master_bytes: int = 4
     """Bytes of a trained weight, its gradient, and each of Adam's two numbers."""
@@ -129,6 +132,11 @@ class Setup:
             micro_batch_tokens=learner.micro_batch_tokens,
             longest_sequence=config.rollout.engine.max_model_len,
             sequence_parallel=learner.sequence_parallel,
+            sharing=frozenset(
+                (name, num_sharing)
+                for name in ("reference", "critic", "reward_model")
+                if (num_sharing := learner.sequence_parallel_of(name)) > 1
+            ),
             logprob_chunk_tokens=learner.logprob_chunk_tokens,
             master_bytes=_BYTES[learner.master_dtype],
             compute_bytes=(4 if config.model.dtype == "float32" else 2) if wanted == "auto" else _BYTES[wanted],
@@ -162,9 +170,11 @@ class Setup:
 
     def tokens_of(self, role: str) -> int:
         """The most tokens that a rank has in a pass. A sequence is never split over micro-batches, so the longest one
-        may be more than `micro_batch_tokens`. Only the policy splits it over ranks."""
-        num_sharing = self.sequence_parallel if role == "policy" else 1
-        return max(self.micro_batch_tokens, -(-self.longest_sequence // num_sharing))
+        may be more than `micro_batch_tokens`, divided by the ranks that share it."""
+        return max(self.micro_batch_tokens, -(-self.longest_sequence // self.num_sharing(role)))
+
+    def num_sharing(self, role: str) -> int:
+        return self.sequence_parallel if role == "policy" else dict(self.sharing).get(role, 1)
 
 
 def total(items: Sequence[Size]) -> float:
@@ -181,13 +191,14 @@ def saved_bytes(uses: Sequence[MemoryUse]) -> float:
     return sum(part.num_bytes for use in uses for part in use.host if part.name == CHECKPOINT_COPY)
 
 
-def layer_width(model: ModelShape, *, compiles: bool) -> int:
+def layer_width(model: ModelShape, *, compiles: bool, num_sharing: int = 1) -> int:
     """Numbers per token that a layer keeps for its backward pass: norms, attention, and the feed-forward network.
 
     Compiled layers fuse the norms and the gate, and keep less. Each expert gets copies of its tokens."""
     copies = 2 * model.experts.per_token * model.hidden_size if model.experts else 0
     norms, gates = (4, 3) if compiles else (8, 4)
-    return norms * model.hidden_size + model.attention_size + gates * model.active_intermediate_size + copies
+    attention = model.shared_attention_size(num_sharing)
+    return norms * model.hidden_size + attention + gates * model.active_intermediate_size + copies
 
 
 def trained_parameters(model: ModelShape, rank: int) -> int:
@@ -270,12 +281,14 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     adam = sized("Adam", trained, each=2 * master, ranks=num_ranks)
     state = [*kept, gradients, adam]
     before = [*kept, adam] if is_first else state
+    # The only micro-batch makes the gradients layer by layer, from the last on, and frees the inputs of the layers.
+    others = Count("(P - L - R)", is_first * is_whole * (whole.value - one_layer.value - in_root.value))
     # What a pass holds.
     root = sized("gathered root", in_root, each=gathered)
     layer_buffer = [sized("buffer of a gathered layer", one_layer, each=gathered)] * (num_ranks > 1)
     head_gradient = [sized("gradient of the head", embedding, each=size)] * (role == "policy" and is_whole)
     num_recomputed = round(model.num_layers * setup.recomputed)
-    width = layer_width(model, compiles=setup.compiles)
+    width = layer_width(model, compiles=setup.compiles, num_sharing=setup.num_sharing(role))
     kept_width = round((setup.kept if setup.compiles else 1.0) * width)
     inputs = [
         sized("inputs of the layers", tokens, hidden, num_recomputed, each=size),
@@ -298,7 +311,6 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     if is_sharded and is_whole:
         reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_ranks if is_first else 0)
         end = [Size("gradients of the root that are being reduced", "", reduced * in_root.value)]
-    copy = Size(CHECKPOINT_COPY, "weights and Adam", total([*kept, adam]))
 
     def use(phase: Phase, what: str, state: list[Size], others: list[Size], host: Sequence[Size] = ()) -> MemoryUse:
         """The moment with the state on the GPU or, as `offload` says, on the host, and with the versions for pushes."""
@@ -314,10 +326,14 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
         use("load", "gathering the root", [weights], unit(in_root)),
         use("load", "the self-check", [weights], [root, *layer_buffer, _checked_logits(model, setup)]),
         use("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs]),
+        use("step", "backward pass of the first layer",
+            [*before, sized("gradients of the other layers", others, each=master, ranks=num_ranks)],
+            [root, *layer, *head_gradient]),
         use("step", "end of the backward pass", state, end),
         use("step", "the update", state, _bucket(trained.value / num_ranks, setup)),
-        use("step", "a checkpoint is written", state, [], [copy]),
-    ]
+        use("step", "a checkpoint is written", state, [],
+            [Size(CHECKPOINT_COPY, "weights and Adam", total([*kept, adam]))]),
+    ]  # fmt: skip
     if role == "policy":
         alone = sized("gathered embedding", embedding, each=gathered, copies=twice if num_ranks > 1 else 1)
         experts = [sized("its experts, one by one", one_layer, each=size)] * (model.experts is not None and is_whole)
@@ -339,7 +355,8 @@ def _frozen_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) 
     layer = [sized("gathered layer, and its buffer", one_layer, each=size, copies=2)] * is_sharded
     twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
     buffer = [sized("buffer of the gather", in_root, each=size, copies=twice)] * is_sharded
-    width = 4 * model.hidden_size + model.attention_size + 3 * model.active_intermediate_size
+    attention = model.shared_attention_size(setup.num_sharing(role))
+    width = 4 * model.hidden_size + attention + 3 * model.active_intermediate_size
     inside = sized("inside one layer", tokens, width, each=size)
 
     def use(phase: Phase, what: str, others: Sequence[Size], host: Sequence[Size] = ()) -> MemoryUse:

@@ -105,6 +105,11 @@ class ModelShape:
         """Numbers per token of queries, keys, values and the attention's output."""
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_size
 
+    def shared_attention_size(self, num_sharing: int) -> int:
+        """The same if this many ranks share a sequence: key heads that cannot be divided are copied."""
+        num_copied = math.lcm(self.num_kv_heads, num_sharing) - self.num_kv_heads
+        return self.attention_size + 2 * num_copied * self.head_size
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token in 16 bits, over all layers."""

@@ -84,6 +84,9 @@ def chosen_fields(found: Deployment) -> dict[str, Any]:
     setup, server = found.learner.setup, found.server
     shares = {role: vars(share) for roles, count in found.learner.groups
               for role, share in shares_of_gpus(roles, count).items()}  # fmt: skip
+    for role in shares.keys() - {"policy"}:
+        if (num_sharing := setup.num_sharing(role)) != found.task.workload.setup.num_sharing(role):
+            shares[role] = shares[role] | {"sequence_parallel": num_sharing}
     return {
         "replay": {"max_staleness": found.max_staleness},
         "rollout": {
@@ -247,7 +250,8 @@ def _memory(config: RunConfig, name: str, role: RoleConfig) -> list[MemoryUse]:
         return []
     kind = cast(Role, name if own is None else own.worker)
     on_host = frozenset({kind} if getattr(role, "offload", False) else ())
-    setup = replace(Setup.of(config), on_host=on_host)
+    sharing = frozenset({(kind, config.learner.sequence_parallel_of(name))})
+    setup = replace(Setup.of(config), on_host=on_host, sharing=sharing)
     return role_memory(kind, find_shape(_model_of(config, role)), role.num_ranks, setup)
 
 

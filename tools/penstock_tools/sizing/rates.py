@@ -162,7 +162,8 @@ def exchange_s(task: PlanTask, num_ranks: int, setup: Setup) -> float:
     log-probs, if there is one, and in the forward pass, the recomputation and the backward pass of the update."""
     workload, model = task.workload, task.policy
     passes = workload.num_forwards("policy") + 3 * workload.num_passes("policy")
-    num_bytes = 2.0 * passes * model.num_layers * model.attention_size * workload.tokens_per_step / num_ranks
+    exchanged = model.num_layers * model.shared_attention_size(setup.sequence_parallel)
+    num_bytes = 2.0 * passes * exchanged * workload.tokens_per_step / num_ranks
     return num_bytes * (1 - 1 / setup.sequence_parallel) / (task.gpu.link_rate * hardware.LINK_EFFICIENCY)
 
 

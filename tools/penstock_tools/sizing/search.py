@@ -159,7 +159,8 @@ def learners(task: PlanTask, num_gpus: int) -> Iterator[Learner]:
                     for fitting, others in _fitting(task, sharing, num_ranks, share, setup, choices):
                         if num_ranks + sum(others) < num_gpus + (share > 0):
                             split = tuple(zip(sharing, (num_ranks, *others), strict=True))
-                            yield Learner(placement, split, fitting, train_s(task, split, fitting), share)
+                            shared = _shared(task, fitting, split)
+                            yield Learner(placement, split, shared, train_s(task, split, shared), share)
 
 
 def _fitting(
@@ -171,11 +172,11 @@ def _fitting(
     room = task.usable_bytes - share * task.gpu.memory_bytes
     for micro, staging in product(_micro_batches(task, setup.sequence_parallel), STAGINGS):
         tried = replace(setup, micro_batch_tokens=micro, staging=staging)
-        if task.needed_bytes(groups[0], num_ranks, tried) > room:
+        if task.needed_bytes(groups[0], num_ranks, _shared(task, tried, [(groups[0], num_ranks)])) > room:
             continue
         fitting = [
             [(sum(task.work(group, tried)) / count, count) for count in choices
-             if task.needed_bytes(group, count, tried) <= room]
+             if task.needed_bytes(group, count, _shared(task, tried, [(group, count)])) <= room]
             for group in groups[1:]
         ]  # fmt: skip
         if all(fitting):
@@ -185,6 +186,15 @@ def _fitting(
                 if limit >= most:
                     yield tried, tuple(next(count for seconds, count in times if seconds <= limit) for times in fitting)
             return
+
+
+def _shared(task: PlanTask, setup: Setup, split: Iterable[tuple[tuple[Role, ...], int]]) -> Setup:
+    """The setup in which other roles share long sequences among as many ranks as the policy, if their ranks and heads
+    can be divided so."""
+    size, is_long = setup.sequence_parallel, setup.longest_sequence > setup.micro_batch_tokens
+    able = [role for roles, count in split if is_long and count % size == 0
+            for role in roles if role != "policy" and task.shapes[role].num_heads % size == 0]  # fmt: skip
+    return replace(setup, sharing=frozenset((role, size) for role in able if size > 1))
 
 
 def _micro_batches(task: PlanTask, parallel: int) -> list[int]:

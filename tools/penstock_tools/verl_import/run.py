@@ -299,6 +299,13 @@ def _num_gpus(values: Values) -> int:
     return own + _num_rollout_gpus(values)
 
 
+_ULYSSES_OF = {
+    "reference": "actor_rollout_ref.ref.ulysses_sequence_parallel_size",
+    "critic": "critic.ulysses_sequence_parallel_size",
+    "reward_model": "reward_model.ulysses_sequence_parallel_size",
+}
+
+
 def _set_gpus(values: Values) -> None:
     learner = values.fields["learner"]
     is_adapter = "lora" in learner and "path" not in learner.get("reference", {})
@@ -324,6 +331,14 @@ def _set_gpus(values: Values) -> None:
     for role, gpus in divided.roles.items():
         values.set(f"learner.{role}.num_ranks", gpus.num_ranks)
         values.set(f"learner.{role}.gpus_per_rank", gpus.gpus_per_rank)
+        key = _ULYSSES_OF.get(role, "")
+        # verl's reference takes the policy's number.
+        wanted = int(values.get(key) or (sequence_parallel if role == "reference" else 1)) if key else 1
+        if wanted > 1:
+            num_sharing = math.gcd(wanted, gpus.num_ranks)
+            values.set(f"learner.{role}.sequence_parallel", num_sharing)
+            if num_sharing != wanted:
+                values.lose(key, f"made smaller, {num_sharing}, to divide the ranks of the {role}")
 
 
 # ── the algorithm: advantage, loss, KL penalty and off-policy correction ──

@@ -5,13 +5,17 @@ exchange slices of tokens (all heads) for slices of heads (all tokens) and back:
 
     [N/P tokens, H heads] ─► [N tokens, H/P heads] ─► attention ─► [N tokens, H/P heads] ─► [N/P tokens, H heads]
 
-If there are fewer key heads than ranks, each key head is repeated, so every rank gets the one that its queries use.
+If the key heads cannot be split over the ranks, each is repeated, so that every rank gets those that its queries use.
+So there may be more ranks than key heads, up to one for each query head. The gradient of a key head is the sum of those
+of its copies.
+
 Every rank sees the results of all tokens (`whole`) and computes the same loss. In the backward pass each rank follows
 only its own slice, so the gradients of the ranks add up to those of a single rank.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,10 +50,9 @@ class SequenceParallel:
         if q.shape[1] % self.size:
             raise ConfigError(
                 f"{q.shape[1]} attention heads cannot be split over {self.size} ranks; "
-                "set learner.sequence_parallel to a divisor of the heads"
+                "set sequence_parallel to a divisor of the heads"
             )
-        k, v = (self._spread(states, q.shape[1]) for states in (k, v))
-        q, k, v = (self._to_heads(states)[:num_tokens] for states in (q, k, v))
+        q, k, v = (self._to_heads(states)[:num_tokens] for states in (q, self._spread(k), self._spread(v)))
         return q, k, v
 
     def gather_heads(self, output: Tensor) -> Tensor:
@@ -65,13 +68,10 @@ class SequenceParallel:
         result: Tensor = _Whole.apply(own, index, num_entries, self.group)  # type: ignore[no-untyped-call]
         return result
 
-    def _spread(self, states: Tensor, num_heads: int) -> Tensor:
+    def _spread(self, states: Tensor) -> Tensor:
         """Repeat key heads as often as needed to give every rank a slice."""
-        heads = states.shape[1]
-        if heads % self.size == 0:
-            return states
-        repeats = self.size // heads if self.size % heads == 0 else num_heads // heads
-        return states.repeat_interleave(repeats, dim=1)
+        repeats = self.size // math.gcd(self.size, states.shape[1])
+        return states if repeats == 1 else states.repeat_interleave(repeats, dim=1)
 
     def _to_heads(self, states: Tensor) -> Tensor:
         share, heads, dim = states.shape
@@ -95,7 +95,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, index: Tensor, num_entries: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(index)
-        whole = own.new_zeros(num_entries).index_copy(0, index, own)
+        whole = own.new_zeros(num_entries, *own.shape[1:]).index_copy(0, index, own)
         dist.all_reduce(whole, group=group)
         return whole
 

@@ -1,12 +1,20 @@
 """CUDA without torch, for both ends of a push: libraries, streams and memory, NCCL groups, CUDA IPC, checksums.
 
-CuPy's bindings of the CUDA runtime, and NCCL, are loaded on first use. Tests replace them by stand-ins. CuPy's
-communicators are blocking, and a blocking start cannot be aborted: its thread would wait for a missing rank forever. So
-the calls of a weight push go to NCCL's C library itself, with `blocking = 0` in its public configuration. None of them
-waits for another rank. Pointers, streams and events are plain integers.
+CuPy's bindings of the CUDA runtime and of NCCL are imported on first use. Tests replace them by stand-ins. Pointers,
+streams and events are plain integers.
 
-`NcclGroup` is a communicator with deadlines. The publisher is rank 0; every worker of every member has a rank. NCCL
-itself waits for its peers forever, so every wait polls with a Deadline. `abort` ends everything that still runs.
+`NcclGroup` is a communicator of CuPy with deadlines. The publisher is rank 0; every worker of every member has a rank.
+CuPy's communicators are blocking, and NCCL waits for its peers forever:
+
+| what                | waits for            | how the wait ends                                                     |
+|---------------------|----------------------|-----------------------------------------------------------------------|
+| the start           | every rank           | all ranks meet over a store; if one dies later, it is left behind     |
+| bcast and allReduce | at first, every rank | `open` makes the first of each; later calls only enqueue work         |
+| work on the GPU     | every rank           | waits poll its event, NCCL's errors and a Deadline; `abort` ends it   |
+
+The thread of a group makes these calls, so a caller waits no longer than its deadline. NCCL has no safe abort of a
+blocking start. A start that is left behind keeps its memory and a thread, which polls at idle priority, until the
+missing rank comes, and is aborted then. If that rank is dead, they stay until this process ends.
 
 With CUDA IPC, one process maps GPU memory that another process on the same GPU has allocated:
 
@@ -18,146 +26,62 @@ taking one version for another, for example when the owner has freed the memory 
 
 from __future__ import annotations
 
-import ctypes
-import importlib.util
 import json
+import logging
+import os
+import queue
 import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
+from importlib import import_module
 from typing import Any, TypeVar
 
 import numpy as np
 import xxhash
 
-from penstock.errors import WeightPushFailed
+from penstock.errors import WeightPushFailed, first_line_of
 from penstock.v1 import weights_pb2
 from penstock.weights.transports import PUBLISHER_RANK, Deadline, Rendezvous, wire_sizes
 
-UNIQUE_ID_BYTES = 128
-SUCCESS, IN_PROGRESS, NOT_READY = 0, 7, 600
-"""Result codes: of NCCL and CUDA, ncclInProgress and cudaErrorNotReady."""
-_UINT8 = 1
-_SUM = 0
-_SONAME = "libnccl.so.2"
-
-
-class _UniqueId(ctypes.Structure):
-    _fields_ = (("internal", ctypes.c_ubyte * UNIQUE_ID_BYTES),)
-
-
-class _Config(ctypes.Structure):
-    """ncclConfig_t as NCCL 2.14 defined it. Later versions accept it, and use their defaults for all other fields."""
-
-    _fields_ = (("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int))
-
-
-class NcclLibrary:
-    """A communicator is a plain integer. One thread at a time may use it, but any thread may abort it."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
-        for name, arguments in {
-            "ncclGetVersion": [POINTER(c_int)],
-            "ncclGetUniqueId": [POINTER(_UniqueId)],
-            "ncclCommInitRankConfig": [POINTER(c_void_p), c_int, _UniqueId, c_int, POINTER(_Config)],
-            "ncclCommGetAsyncError": [c_void_p, POINTER(c_int)],
-            "ncclBroadcast": [c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
-            "ncclAllReduce": [c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
-            "ncclCommAbort": [c_void_p],
-        }.items():
-            function = getattr(library, name)
-            function.argtypes, function.restype = arguments, c_int
-        library.ncclGetErrorString.argtypes, library.ncclGetErrorString.restype = [c_int], c_char_p
-
-    def version(self) -> str:
-        """Return the version, such as 2.28.9."""
-        code = c_int()
-        self._check(self._library.ncclGetVersion(byref(code)))
-        return f"{code.value // 10_000}.{code.value // 100 % 100}.{code.value % 100}"
-
-    def unique_id(self) -> bytes:
-        """Return the id by which the ranks of a new communicator find each other."""
-        unique_id = _UniqueId()
-        self._check(self._library.ncclGetUniqueId(byref(unique_id)))
-        return bytes(unique_id.internal)
-
-    def begin(self, num_ranks: int, unique_id: bytes, rank: int) -> int:
-        """Begin to create a communicator on this thread's device. It is ready when `is_idle` returns True."""
-        communicator = c_void_p()
-        given = _UniqueId.from_buffer_copy(unique_id)
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, 21_400, blocking=0)
-        result = self._library.ncclCommInitRankConfig(byref(communicator), num_ranks, given, rank, byref(config))
-        self._check(result)
-        return communicator.value or 0
-
-    def is_idle(self, communicator: int) -> bool:
-        """Return whether all calls have returned; their work on a stream may go on. Raises asynchronous errors."""
-        result = c_int()
-        self._check(self._library.ncclCommGetAsyncError(communicator, byref(result)))
-        self._check(result.value)
-        return result.value == SUCCESS
-
-    def broadcast(self, communicator: int, pointer: int, num_bytes: int, root: int, stream: int) -> None:
-        """Enqueue a broadcast in place. The call may go on in the background until `is_idle` returns True."""
-        self._check(self._library.ncclBroadcast(pointer, pointer, num_bytes, _UINT8, root, communicator, stream))
-
-    def all_reduce(self, communicator: int, pointer: int, num_bytes: int, stream: int) -> None:
-        """Enqueue a sum of bytes in place, which ends on no rank before every rank has begun it."""
-        self._check(self._library.ncclAllReduce(pointer, pointer, num_bytes, _UINT8, _SUM, communicator, stream))
-
-    def abort(self, communicator: int) -> None:
-        """End everything that the communicator does, and free it. Call it once."""
-        self._library.ncclCommAbort(communicator)
-
-    def _check(self, result: int) -> None:
-        if result not in (SUCCESS, IN_PROGRESS):
-            text = self._library.ncclGetErrorString(result).decode(errors="replace")
-            raise WeightPushFailed(f"NCCL failed: {text} (result {result})")
-
-
-@cache
-def nccl() -> NcclLibrary:
-    """Load NCCL: the library of the Python package, which torch uses too, or else the system's."""
-    try:
-        return NcclLibrary(ctypes.CDLL(_path_in_package() or _SONAME))
-    except (OSError, AttributeError) as error:
-        raise WeightPushFailed(
-            f"NCCL cannot be loaded ({error}); install nvidia-nccl-cu13, or set weights.transport to gloo"
-        ) from error
-
-
-def _path_in_package() -> str:
-    try:
-        package = importlib.util.find_spec("nvidia.nccl")
-    except ModuleNotFoundError:
-        return ""
-    folders = package.submodule_search_locations if package else None
-    paths = [Path(folder) / "lib" / _SONAME for folder in folders or []]
-    return next((str(path) for path in paths if path.exists()), "")
+logger = logging.getLogger(__name__)
+SUCCESS, NOT_READY = 0, 600
+"""Result codes of CUDA: cudaSuccess and cudaErrorNotReady."""
 
 
 def runtime() -> Any:
-    try:
-        from cupy.cuda import runtime as found
-    except ImportError as error:
-        advice = "install cupy-cuda13x, or set weights.transport to gloo"
-        raise WeightPushFailed(f"CuPy cannot be imported ({error}); {advice}") from error
+    """Return the module `cupy.cuda.runtime`."""
+    return _imported("cupy.cuda").runtime
+
+
+def nccl() -> Any:
+    """Return the module `cupy.cuda.nccl`. It loads the library of the Python package, which torch uses too."""
+    found = _imported("cupy.cuda.nccl")
+    if not found.available:
+        raise WeightPushFailed("CuPy cannot load NCCL; install nvidia-nccl-cu13, or set weights.transport to gloo")
     return found
 
 
-def nccl_version() -> str:
-    """The version of NCCL, or an empty string if it cannot be loaded."""
+def _imported(module: str) -> Any:
     try:
-        return nccl().version()
+        return import_module(module)
+    except ImportError as error:
+        advice = "install cupy-cuda13x, or set weights.transport to gloo"
+        raise WeightPushFailed(f"CuPy cannot be imported ({error}); {advice}") from error
+
+
+def nccl_version() -> str:
+    """The version of NCCL, such as 2.28.9, or an empty string if it cannot be loaded."""
+    try:
+        code = nccl().get_version()
     except WeightPushFailed:
         return ""
+    return f"{code // 10_000}.{code // 100 % 100}.{code % 100}"
 
 
 # ── streams and memory ──
@@ -255,8 +179,11 @@ def _is_done(status: int, what: str) -> bool:
 
 MAX_ENQUEUED = 32
 """Upper bound on enqueued broadcasts that are not known to be done. CUDA's queue must not fill up: it would block."""
-ABORT_TIMEOUT_S = 5.0
+ABORT_TIMEOUT_S, START_ABORT_TIMEOUT_S = 5.0, 1.0
+"""How long an abort waits for the calls that still run: NCCL's abort can hang, and a start waits for every rank."""
 DRAIN_POLL_S = 0.01
+UNIQUE_ID = "unique_id"
+"""The key of the store with the id by which the ranks of NCCL find each other, in hex."""
 
 _T = TypeVar("_T")
 
@@ -268,8 +195,9 @@ class NcclMeeting(Rendezvous):
     sender: str
     """Id of the sender, which has one group at a time."""
     group: str
-    unique_id: str
-    """NCCL's unique id, in hex."""
+    host: str
+    port: int
+    """The publisher's store, where the ranks meet before they start NCCL."""
     kept: bool
     """The group exists already. A worker that has left it fails the push."""
     version: str
@@ -294,17 +222,16 @@ class NcclGroup:
 
     One thread uses the group, but any thread may abort it. It is not usable after a failure."""
 
-    def __init__(self, unique_id: bytes, world_size: int, rank: int, device_index: int) -> None:
+    def __init__(self, world_size: int, rank: int, device_index: int) -> None:
         self.device_index = device_index
-        self._unique_id = unique_id
         self._world_size = world_size
         self._rank = rank
         self._nccl = nccl()
-        self._communicator = 0
+        self._communicator: Any = None
         self._is_made = False
+        self._calls: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
-        """Begins the communicator and aborts it. An abort as the interpreter ends could not start a thread."""
-        self._is_ending = threading.Event()
+        """Makes every call that could block, and the abort. An abort as the interpreter ends could start no thread."""
         self._held: dict[int, object] = {}
         self._lock = threading.Lock()
         self._is_aborted = False
@@ -317,55 +244,50 @@ class NcclGroup:
     def is_open(self) -> bool:
         return self._is_made and not self._is_aborted
 
-    def open(self, deadline: Deadline) -> None:
-        """Create the communicator together with all other ranks."""
+    def open(self, deadline: Deadline, meet: Callable[[], bytes]) -> None:
+        """Create the communicator together with all other ranks. `meet` returns NCCL's unique id as soon as every rank
+        is ready to start. It ends at the deadline."""
         self._stream = DeviceStream(self.device_index)
         self._copies = DeviceStream(self.device_index)
         self._token = DeviceAllocation(1, self.device_index)
-        failures: list[Exception] = []
-        has_begun = threading.Event()
-
-        def begin_and_abort() -> None:
-            try:
-                runtime().setDevice(self.device_index)
-                self._communicator = self._nccl.begin(self._world_size, self._unique_id, self._rank)
-            except Exception as error:
-                failures.append(error)
-            has_begun.set()
-            self._is_ending.wait()
-            self._abort()
-
-        # In a thread, because the first call of a process looks for networks, which can take long.
-        thread = threading.Thread(target=begin_and_abort, name="nccl-group", daemon=True)
-        with self._lock:  # an abort finds either no thread or one that it can wait for
-            thread.start()
-            self._thread = thread
-        deadline.wait_until(has_begun.is_set, POLL_S)
-        if failures:
-            raise failures[0]
-        deadline.wait_until(self._has_returned, POLL_S)
+        with self._lock:  # an abort finds either no thread or one that it can tell to end
+            self._thread = threading.Thread(target=self._run, name="nccl-group", daemon=True)
+            self._thread.start()
+        unique_id = self._call(meet, deadline)
+        self._call(lambda: self._start(unique_id), deadline)
+        # NCCL connects the ranks in the first call of each kind. No work may be on the GPU while that can hang.
+        self.wait(self.broadcast(self._token.pointer, self._token.num_bytes, deadline), deadline)
+        self.wait_for_barrier(deadline)
         self._is_made = True
 
     def broadcast(self, pointer: int, num_bytes: int, deadline: Deadline, hold: object = None) -> int:
         """Enqueue one in-place broadcast from the publisher. Returns the event of its end, for `wait`.
 
         `hold` owns the memory. The group keeps a reference as long as NCCL may access it."""
-        stream = self._stream.handle
-        self._guarded(lambda: self._nccl.broadcast(self._communicator, pointer, num_bytes, PUBLISHER_RANK, stream))
-        deadline.wait_until(self._has_returned, POLL_S)
-        event = self._guarded(self._stream.record)
-        self._held[event] = hold
-        return event
+
+        def call() -> int:
+            kind, stream = self._nccl.NCCL_UINT8, self._stream.handle
+            self._communicator.bcast(pointer, num_bytes, kind, PUBLISHER_RANK, stream)
+            event = self._stream.record()
+            self._held[event] = hold
+            return event
+
+        return self._call(call, deadline)
 
     def enter_barrier(self, deadline: Deadline) -> int:
         """Enqueue a barrier after the broadcasts. Every rank has to enter it. Returns the event of its end, for `wait`.
 
         Until it ends, it occupies the GPU, and whoever synchronizes the device waits for it."""
-        token, stream = self._token, self._stream.handle
+        token = self._token
         assert token is not None, "a barrier follows open"
-        self._guarded(lambda: self._nccl.all_reduce(self._communicator, token.pointer, token.num_bytes, stream))
-        deadline.wait_until(self._has_returned, POLL_S)
-        return self._guarded(self._stream.record)
+
+        def call() -> int:
+            kind, stream = self._nccl.NCCL_UINT8, self._stream.handle
+            pointer, operation = token.pointer, self._nccl.NCCL_SUM
+            self._communicator.allReduce(pointer, pointer, token.num_bytes, kind, operation, stream)
+            return self._stream.record()
+
+        return self._call(call, deadline)
 
     def wait_for_barrier(self, deadline: Deadline) -> None:
         """Enter the barrier and wait for it. Every rank has received all broadcasts then.
@@ -386,7 +308,11 @@ class NcclGroup:
 
     def wait(self, event: int, deadline: Deadline) -> None:
         """Wait until the event has happened. NCCL does not access the memory any more then."""
-        self._stream.wait(event, deadline, self._has_returned)
+
+        def check() -> None:
+            self._communicator.check_async_error()
+
+        self._stream.wait(event, deadline, lambda: self._guarded(check))
         self._held.pop(event, None)
 
     def abort(self) -> None:
@@ -395,30 +321,58 @@ class NcclGroup:
             was_aborted, self._is_aborted = self._is_aborted, True
         if was_aborted or self._thread is None:
             return
-        # In a thread, because NCCL's abort can hang. The thread keeps the memory until NCCL has finished with it.
-        self._is_ending.set()
-        self._thread.join(ABORT_TIMEOUT_S)
+        self._calls.put(None)
+        self._thread.join(ABORT_TIMEOUT_S if self._is_made else START_ABORT_TIMEOUT_S)
+        if self._thread.is_alive() and (thread_id := self._thread.native_id):
+            logger.warning("a call of NCCL does not return; it is left behind in its thread")
+            with suppress(OSError):  # it polls its sockets without a pause
+                os.sched_setscheduler(thread_id, os.SCHED_IDLE, os.sched_param(0))
 
-    def _abort(self) -> None:
-        if self._communicator:
-            self._nccl.abort(self._communicator)
+    def _run(self) -> None:
+        runtime().setDevice(self.device_index)
+        while (call := self._calls.get()) is not None:
+            call()
+        if self._communicator is not None:
+            self._communicator.abort()
         while not (self._stream.is_drained() and self._copies.is_drained()):
             time.sleep(DRAIN_POLL_S)
-        self._held.clear()
-        self._token = None
+        self._held.clear()  # only now: an abort that hangs must keep the memory
+        self._communicator = self._token = None
         self._stream.close()
         self._copies.close()
 
-    def _has_returned(self) -> bool:
-        """Return whether all calls have returned; their work on the stream may go on. Raises asynchronous errors."""
-        return self._guarded(lambda: self._nccl.is_idle(self._communicator))
+    def _start(self, unique_id: bytes) -> None:
+        # Not one call: CuPy would destroy a communicator that fails to start, but NCCL wants that to be aborted.
+        kind = self._nccl.NcclCommunicator
+        self._communicator = kind.__new__(kind)
+        self._communicator.__init__(self._world_size, unique_id, self._rank)
+
+    def _call(self, call: Callable[[], _T], deadline: Deadline) -> _T:
+        """Make a call in the group's thread. If it has not returned at the deadline, it is left behind there."""
+        result: Future[_T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(call())
+            except Exception as error:
+                result.set_exception(error)
+
+        self._guarded(lambda: self._calls.put(run))
+        deadline.wait_until(lambda: self._guarded(result.done), POLL_S)
+        return self._guarded(result.result)
 
     def _guarded(self, call: Callable[[], _T]) -> _T:
-        """Make a call that does not block, unless the group is aborted."""
+        """Make a call that does not block, unless the group is aborted. Raises WeightPushFailed if CuPy raises."""
         with self._lock:
             if self._is_aborted:
                 raise WeightPushFailed("the NCCL group was aborted")
-            return call()
+            try:
+                return call()
+            except RuntimeError as error:
+                raise WeightPushFailed(f"the NCCL group broke: {first_line_of(error)}") from error
+            except KeyError as error:  # CuPy's table of results lacks ncclInProgress
+                advice = "unset NCCL_COMM_BLOCKING, because CuPy's communicators are blocking"
+                raise WeightPushFailed(f"NCCL answered {error}; {advice}") from error
 
 
 NUM_SLOTS = 2

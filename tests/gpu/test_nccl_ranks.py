@@ -34,7 +34,7 @@ BINDINGS = ["stand-in", REAL]
 LONG_BINDINGS = [pytest.param("stand-in", marks=pytest.mark.long), REAL]
 """For tests of which `make test` has a quicker sibling."""
 KINDS = ["die", "stop", "slow", "disconnect"]
-PHASES = ["meeting", "first bucket", "middle", "commit"]
+PHASES = ["meeting", "start", "connection", "first bucket", "middle", "commit"]
 PUSH_TIMEOUT_S = 8.0
 NUM_PUSHES = int(os.environ.get("PENSTOCK_NCCL_PUSHES", "200"))
 """Pushes of the random test with NCCL. The stand-in makes a fifth of them."""

@@ -1,4 +1,4 @@
-"""Stand-ins for `cupy.cuda.runtime` and for NCCL in host memory, and the choice between them and a GPU's."""
+"""Stand-ins for `cupy.cuda.runtime` and `cupy.cuda.nccl` in host memory, and the choice between them and a GPU's."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
-from penstock.errors import WeightPushFailed
 from penstock.weights import cuda
-from penstock.weights.cuda import NOT_READY, SUCCESS, UNIQUE_ID_BYTES
+from penstock.weights.cuda import NOT_READY, SUCCESS
 from penstock.weights.transports import Deadline
 from penstock_learner.weights import senders as sending
 from penstock_rollout.weights import stage as receiving
@@ -145,90 +144,97 @@ class RuntimeStandIn:
 FOR_EVER = timedelta(minutes=2)
 """Longer than the deadline of any test. Gloo's destructor may wait this long for a broadcast that nobody ended."""
 POLL_S = 0.001
+UNIQUE_ID_BYTES = 128
+
+
+class NcclError(RuntimeError):
+    """Stands in for the error of `cupy.cuda.nccl`."""
 
 
 class NcclStandIn:
-    """Stands in for a `NcclLibrary`. Counts communicators (`num_inits`) and aborts (`num_aborts`)."""
+    """Stands in for `cupy.cuda.nccl`. It has what Penstock uses. As with CuPy, communicators are blocking: their start
+    ends when every rank has come, and nothing else ends it. Counts communicators (`num_inits`) and aborts
+    (`num_aborts`)."""
 
-    def __init__(self, runtime: RuntimeStandIn, version: str = "2.28.9") -> None:
+    available = True
+    NCCL_UINT8, NCCL_SUM = 1, 0
+
+    def __init__(self, runtime: RuntimeStandIn, version: int = 22809) -> None:
         self.runtime = runtime
         self.num_inits = 0
-        self.init_began = threading.Event()
         self.num_aborts = 0
         self.silent_ranks: set[int] = set()
         """Ranks that take part in the start, but not in broadcasts."""
+        self.is_stopped = threading.Event()
+        self.communicators: set[NcclCommunicatorStandIn] = set()
+        self.NcclCommunicator = type("NcclCommunicator", (NcclCommunicatorStandIn,), {"nccl": self})
         self._version = version
         self._stores: list[Any] = []
-        self._numbers = itertools.count(1)
-        self._communicators: dict[int, _Communicator] = {}
 
     @property
     def num_communicators(self) -> int:
         """Number of communicators that were not aborted."""
-        return len(self._communicators)
+        return len(self.communicators)
 
-    def version(self) -> str:
+    def get_version(self) -> int:
         return self._version
 
-    def unique_id(self) -> bytes:
+    def get_unique_id(self) -> bytes:
         store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=FOR_EVER)
         self._stores.append(store)
         return f"127.0.0.1:{store.port}".encode().ljust(UNIQUE_ID_BYTES, b"\0")
 
-    def begin(self, num_ranks: int, unique_id: bytes, rank: int) -> int:
-        assert len(unique_id) == UNIQUE_ID_BYTES
-        self.num_inits += 1
-        number = next(self._numbers)
-        self._communicators[number] = _Communicator(self, num_ranks, unique_id, rank)
-        self.init_began.set()
-        return number
-
-    def is_idle(self, communicator: int) -> bool:
-        return self._communicators[communicator].is_idle()
-
-    def broadcast(self, communicator: int, pointer: int, num_bytes: int, root: int, stream: int) -> None:
-        found = self._communicators[communicator]
-        assert found.is_idle(), "NCCL refuses a call while another one is in progress"
-        tensor = torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(pointer)))
-        self.runtime.enqueue(stream, lambda: found.broadcast(tensor, root))
-
-    def all_reduce(self, communicator: int, pointer: int, num_bytes: int, stream: int) -> None:
-        found = self._communicators[communicator]
-        assert found.is_idle(), "NCCL refuses a call while another one is in progress"
-        self.runtime.enqueue(stream, found.all_reduce)
-
-    def abort(self, communicator: int) -> None:
-        self.num_aborts += 1
-        self._communicators.pop(communicator).abort()
-
     def stop(self) -> None:
         """End the calls that a test left waiting. Gloo crashes if the interpreter exits while its threads run."""
-        for communicator in self._communicators.values():
-            communicator.abort()
+        self.is_stopped.set()
+        for communicator in list(self.communicators):
+            communicator.end()
 
 
-class _Communicator:
-    def __init__(self, nccl: NcclStandIn, num_ranks: int, unique_id: bytes, rank: int) -> None:
-        self._nccl = nccl
+class NcclCommunicatorStandIn:
+    """Stands in for `cupy.cuda.nccl.NcclCommunicator`, as an attribute of a NcclStandIn."""
+
+    nccl: NcclStandIn
+
+    def __init__(self, ndev: int, commId: bytes, rank: int) -> None:  # noqa: N803
+        assert len(commId) == UNIQUE_ID_BYTES
         self._rank = rank
         self._aborted = threading.Event()
         self._failure = ""
+        self._is_starting = True
         self._group: Any = None
         self._sending = ThreadPoolExecutor(1, thread_name_prefix="send")
         """Sends what is in the root's buffer."""
-        self._starting = threading.Thread(target=self._start, args=(num_ranks, unique_id), daemon=True)
-        self._starting.start()
+        self.nccl.num_inits += 1
+        self.nccl.communicators.add(self)
+        self._start(ndev, commId)
 
-    def is_idle(self) -> bool:
+    def check_async_error(self) -> None:
         if self._failure:
-            raise WeightPushFailed(f"NCCL failed: {self._failure}")
-        return not self._starting.is_alive()
+            raise NcclError(f"NCCL_ERROR_REMOTE_ERROR: {self._failure}")
+
+    def bcast(self, buff: int, count: int, datatype: int, root: int, stream: int) -> None:
+        assert datatype == self.nccl.NCCL_UINT8
+        tensor = torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * count).from_address(buff)))
+        self.nccl.runtime.enqueue(stream, lambda: self._broadcast(tensor, root))
+
+    def allReduce(  # noqa: N802
+        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int
+    ) -> None:
+        assert (sendbuf, datatype, op) == (recvbuf, self.nccl.NCCL_UINT8, self.nccl.NCCL_SUM)
+        # After everything in the root's buffer. Gloo's barrier waits for all ranks to begin it.
+        self.nccl.runtime.enqueue(stream, lambda: self._sending.submit(self._run, self._group.barrier).result())
 
     def abort(self) -> None:
-        self._aborted.set()
-        self._starting.join()
+        assert not self._is_starting, "NCCL frees what a blocking start still uses"
+        self.nccl.num_aborts += 1
+        self.nccl.communicators.discard(self)
+        self.end()
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+    def end(self) -> None:
+        self._aborted.set()
+
+    def _broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Run on the stream."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
@@ -238,13 +244,9 @@ class _Communicator:
         else:
             self._run(self._group.broadcast, [tensor], options)
 
-    def all_reduce(self) -> None:
-        """Run on the stream, after everything in the root's buffer. Gloo's barrier waits for all ranks to begin it."""
-        self._sending.submit(self._run, self._group.barrier).result()
-
     def _run(self, operation: Callable[..., Any], *arguments: Any) -> None:
         """Run an operation of gloo. A GPU's kernel would spin here too."""
-        if self._rank in self._nccl.silent_ranks:
+        if self._rank in self.nccl.silent_ranks:
             self._aborted.wait()
         if self._aborted.is_set():
             return
@@ -265,11 +267,13 @@ class _Communicator:
         try:
             host, _, port = unique_id.rstrip(b"\0").decode().partition(":")
             inner = TCPStore(host, int(port), None, is_master=False, timeout=timedelta(seconds=10))
-            deadline = Deadline(FOR_EVER.total_seconds(), "the start of a communicator", self._aborted)
+            deadline = Deadline(FOR_EVER.total_seconds(), "the start of a communicator", self.nccl.is_stopped)
             store = InterruptibleStore(PrefixStore("nccl", inner), deadline)
             self._group = ProcessGroupGloo(store, self._rank, num_ranks, FOR_EVER)
-        except Exception:
-            self._failure = "unhandled system error"
+        except Exception as error:
+            raise NcclError("NCCL_ERROR_SYSTEM_ERROR: unhandled system error") from error
+        finally:
+            self._is_starting = False
 
     def _fail(self) -> None:
         """Show an asynchronous error, and hang until the abort."""

@@ -9,8 +9,8 @@ A fault is `KIND@PHASE`, or `KIND@PHASE#N` for the Nth time that the phase is re
 | slow       | the process pauses for SLOW_S                                                   |
 | disconnect | for DISCONNECTED_S, its TCP connections break, except those of its gRPC service |
 
-Phases of a member: announce, meeting, first bucket, middle, receive, commit, load. Of a publisher: meeting, first
-bucket, middle, commit. `meeting`, `first bucket` and `middle` exist with nccl only.
+Phases of a member: announce, meeting, start, connection, first bucket, middle, receive, commit, load. Of a publisher:
+meeting, start, connection, first bucket, middle, commit. Those from `meeting` to `middle` exist with nccl only.
 """
 
 from __future__ import annotations
@@ -125,28 +125,38 @@ def _inject_into_receivers(fault: Fault) -> None:
 
 
 def _inject_into_groups(fault: Fault) -> None:
-    """`meeting`: a communicator is starting. `first bucket`: it is enqueued. `middle`: half of the buckets arrived."""
+    """`meeting`: the ranks are meeting. `start`: they have met, and NCCL is about to start. `connection`: it starts to
+    connect them. `first bucket`: it is enqueued. `middle`: half of the buckets arrived."""
     start, broadcast, wait = NcclGroup.open, NcclGroup.broadcast, NcclGroup.wait
     num_waits = 0
 
-    def faulty_open(self: NcclGroup, deadline: Deadline) -> None:
+    def faulty_open(self: NcclGroup, deadline: Deadline, meet: Callable[[], bytes]) -> None:
+        def faulty_meet() -> bytes:
+            unique_id = meet()
+            fault.at("start")
+            return unique_id
+
         if fault.kind == "slow":
             fault.at("meeting")
         else:
             threading.Timer(MEETING_S, fault.at, ["meeting"]).start()
-        start(self, deadline)
+        start(self, deadline, faulty_meet)
 
     def faulty_broadcast(self: NcclGroup, *arguments: Any, **named: Any) -> int:
+        if not self.is_open:
+            fault.at("connection")
         event = broadcast(self, *arguments, **named)
-        fault.at("first bucket")
+        if self.is_open:
+            fault.at("first bucket")
         return event
 
     def faulty_wait(self: NcclGroup, event: int, deadline: Deadline) -> None:
         nonlocal num_waits
         wait(self, event, deadline)
-        num_waits += 1
-        if num_waits == NUM_BEFORE_MIDDLE:
-            fault.at("middle")
+        if self.is_open:
+            num_waits += 1
+            if num_waits == NUM_BEFORE_MIDDLE:
+                fault.at("middle")
 
     NcclGroup.open = faulty_open  # type: ignore[method-assign]
     NcclGroup.broadcast = faulty_broadcast  # type: ignore[method-assign]

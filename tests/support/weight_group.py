@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -291,9 +291,9 @@ class Publisher:
     def _count_groups(self) -> None:
         start = NcclGroup.open
 
-        def counted(group: NcclGroup, deadline: Deadline) -> None:
+        def counted(group: NcclGroup, deadline: Deadline, meet: Callable[[], bytes]) -> None:
             self.num_groups += 1
-            start(group, deadline)
+            start(group, deadline, meet)
 
         NcclGroup.open = counted  # type: ignore[method-assign]
 

@@ -44,8 +44,8 @@ class RawRank:
 
     def __init__(self, unique_id: bytes, rank: int, num_ranks: int, num_bytes: int) -> None:
         self._memory = DeviceAllocation(num_bytes, 0)
-        self._group = NcclGroup(unique_id, num_ranks, rank, 0)
-        self._group.open(Deadline(TIMEOUT_S, "opening a raw group"))
+        self._group = NcclGroup(num_ranks, rank, 0)
+        self._group.open(Deadline(TIMEOUT_S, "opening a raw group"), lambda: unique_id)
 
     def broadcast(self) -> tuple[float, float]:
         """Take part in a broadcast. Returns its begin and its end on the clock that all processes share."""
@@ -101,7 +101,8 @@ class Publisher(Rank):
         return self._staged.manifest.SerializeToString(), self._checksums
 
     def unique_id(self) -> bytes:
-        return cuda.nccl().unique_id()
+        unique_id: bytes = cuda.nccl().get_unique_id()
+        return unique_id
 
     def open(self, transport: str, members: list[PushTarget], deadline_s: float) -> str:
         self._deadline = Deadline(deadline_s, "sending")

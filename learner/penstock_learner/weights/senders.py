@@ -25,6 +25,7 @@ from penstock.weights import cuda
 from penstock.weights.cuda import (
     MAX_ENQUEUED,
     NUM_SLOTS,
+    UNIQUE_ID,
     DeviceStream,
     IpcOffer,
     NcclGroup,
@@ -188,7 +189,7 @@ def why_unable(transport: str, member: PushTarget) -> str:
 
 def make_sender(transport: str, host: str, device: torch.device, gloo_group_size: int) -> Sender:
     if transport == "nccl":
-        return NcclSender(device)
+        return NcclSender(host, device)
     if transport == "cuda_ipc":
         return CudaIpcSender(device)
     if transport == "shm":
@@ -257,22 +258,26 @@ class NcclSender:
     """Keeps its communicator from push to push while the members stay the same. The rendezvous is an NcclMeeting.
     Deltas, and buckets in host memory, are sent through two buffers on the GPU."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, host: str, device: torch.device) -> None:
+        self._host = host
         self._device_index = device.index or 0
         self._name = uuid.uuid4().hex
         self._group: NcclGroup | None = None
+        self._store: Any = None
+        """Where the workers of a new group meet. If they fail to, it stays until the next meeting: torch prints a stack
+        trace in a worker that still waits there."""
         self._relay: Relay | None = None
         self._members: tuple[PushTarget, ...] = ()
-        self._meeting = NcclMeeting(self._name, "", "", kept=False, version="")
+        self._meeting = NcclMeeting(self._name, "", "", 0, kept=False, version="")
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
         if self._group is not None and self._group.is_open and self._members == tuple(members):
             return replace(self._meeting, kept=True).to_json()
         self._drop()
-        nccl = cuda.nccl()
-        unique_id = nccl.unique_id()
-        self._meeting = NcclMeeting(self._name, uuid.uuid4().hex, unique_id.hex(), kept=False, version=nccl.version())
-        self._group = NcclGroup(unique_id, num_ranks(members), 0, self._device_index)
+        self._group = NcclGroup(num_ranks(members), PUBLISHER_RANK, self._device_index)
+        self._store = _open_store(self._host, members, deadline)
+        group, port, version = uuid.uuid4().hex, self._store.port, cuda.nccl_version()
+        self._meeting = NcclMeeting(self._name, group, self._host, port, kept=False, version=version)
         self._members = tuple(members)
         return self._meeting.to_json()
 
@@ -280,7 +285,9 @@ class NcclSender:
         assert self._group is not None, "send follows open"
         try:
             if not self._group.is_open:
-                self._group.open(deadline)
+                store = PrefixStore(self._meeting.group, self._store)
+                self._group.open(deadline, lambda: _gather(store, num_ranks(members), deadline))
+                self._store = None
             self._send(self._group, shipment, deadline)
         except RuntimeError as error:
             raise WeightPushFailed(f"the NCCL broadcast broke: {first_line_of(error)}") from error
@@ -316,6 +323,15 @@ class NcclSender:
         return self._relay
 
 
+def _gather(store: Any, num_ranks: int, deadline: Deadline) -> bytes:
+    """Wait until every worker is ready to start NCCL. Then give all of them the unique id, and return it."""
+    ranks = [str(rank) for rank in range(1, num_ranks)]
+    deadline.wait_until(lambda: store.check(ranks))
+    unique_id: bytes = cuda.nccl().get_unique_id()
+    store.set(UNIQUE_ID, unique_id.hex())
+    return unique_id
+
+
 def is_on_gpu(wire: torch.Tensor) -> bool:
     return wire.is_cuda
 
@@ -332,11 +348,7 @@ class GlooSender:
     _prefix: str = ""
 
     def open(self, shipment: Shipment, members: Sequence[PushTarget], deadline: Deadline) -> str:
-        timeout = timedelta(seconds=deadline.remaining_s)
-        try:
-            self._store = open_store(self.host, num_ranks(members), timeout)
-        except Unavailable as error:
-            raise WeightPushFailed(f"{error}; check learner.publish_host") from error
+        self._store = _open_store(self.host, members, deadline)
         self._prefix = f"push-{next(self._numbers)}"
         return f"{self.host}:{self._store.port}/{self._prefix}/{self.group_size}"
 
@@ -365,6 +377,13 @@ class GlooSender:
 
     def close(self, *, failed: bool) -> None:
         self._store = None
+
+
+def _open_store(host: str, members: Sequence[PushTarget], deadline: Deadline) -> Any:
+    try:
+        return open_store(host, num_ranks(members), _rest(deadline))
+    except Unavailable as error:
+        raise WeightPushFailed(f"{error}; check learner.publish_host") from error
 
 
 def _rendezvous(store: Any, place: GroupPlace, host: str, deadline: Deadline) -> Any:

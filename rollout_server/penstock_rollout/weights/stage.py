@@ -23,17 +23,20 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors import safe_open
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from penstock.errors import WeightPushFailed, first_line_of
+from penstock.machine import accepts_connections
 from penstock.v1 import weights_pb2
-from penstock.weights.cuda import MAX_ENQUEUED, NUM_SLOTS, NcclGroup, NcclMeeting, Relay, device_mix64
+from penstock.weights.cuda import MAX_ENQUEUED, NUM_SLOTS, UNIQUE_ID, NcclGroup, NcclMeeting, Relay, device_mix64
 from penstock.weights.delta import HEADER, parse_layout
 from penstock.weights.folder_tensors import TIED_HEAD, tensor_shapes, weight_files
 from penstock.weights.snapshot import read_snapshot
@@ -70,6 +73,8 @@ HASH_PIECE_BYTES = 8 * 2**20
 """Size of the pieces in which a bucket is copied from the GPU and hashed."""
 NUM_DELTA_HASHERS = 3
 """Threads that hash buckets that were sent as deltas. Whole buckets arrive no faster than one thread hashes them."""
+CONNECT_RETRY_S = 0.05
+STORE_POLL_S = 0.01
 ITEMS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK_ITEMS = 2**22
 """Items that are written at once. It bounds the memory that decoding needs, which on a GPU is the engine's."""
@@ -353,9 +358,8 @@ class JoinedGroups:
             return found[0]
         if meeting.kept:
             raise WeightPushFailed("this worker has left the NCCL group of the push; the publisher must form a new one")
-        unique_id = bytes.fromhex(meeting.unique_id)
         device_index = reception.worker_device.index or 0
-        group = NcclGroup(unique_id, reception.announcement.world_size, reception.rank, device_index)
+        group = NcclGroup(reception.announcement.world_size, reception.rank, device_index)
         atexit.register(group.abort)
         joined = _Joined(meeting, reception.rank, term, group)
         with self._lock:
@@ -540,13 +544,27 @@ def receive_by_nccl(reception: Reception) -> Iterator[Arrived]:
     joined = reception.groups.join(meeting, reception)
     try:
         if not joined.group.is_open:
-            joined.group.open(reception.deadline)
+            joined.group.open(reception.deadline, lambda: _meet(meeting, reception))
         yield from _broadcasts(joined, reception)
     except BaseException as error:
         reception.groups.drop(joined)
         if isinstance(error, RuntimeError):
             raise WeightPushFailed(f"the NCCL broadcast broke: {first_line_of(error)}") from error
         raise
+
+
+def _meet(meeting: NcclMeeting, reception: Reception) -> bytes:
+    """Tell the publisher that this rank is ready to start NCCL, and wait for the unique id, which all ranks get."""
+    store = PrefixStore(meeting.group, connect_store(meeting.host, meeting.port, reception.deadline))
+    store.set(str(reception.rank), "")
+    reception.deadline.wait_until(lambda: store.check([UNIQUE_ID]), STORE_POLL_S)
+    return bytes.fromhex(store.get(UNIQUE_ID).decode())
+
+
+def connect_store(host: str, port: int, deadline: Deadline) -> Any:
+    """Connect to the publisher's store. TCPStore's own retries could not be aborted."""
+    deadline.wait_until(lambda: accepts_connections(host, port, min(deadline.remaining_s, 1.0)), CONNECT_RETRY_S)
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.remaining_s))
 
 
 def _broadcasts(joined: _Joined, reception: Reception) -> Iterator[Arrived]:

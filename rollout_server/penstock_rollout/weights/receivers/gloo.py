@@ -16,10 +16,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
+from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, PrefixStore, ProcessGroupGloo, Store
 
 from penstock.errors import WeightPushFailed, first_line_of
-from penstock.machine import accepts_connections, address_towards
+from penstock.machine import address_towards
 from penstock.weights.transports import (
     GLOO_PIECE_BYTES,
     GLOO_PIECES_AT_ONCE,
@@ -32,10 +32,8 @@ from penstock.weights.transports import (
     is_divided,
     wire_sizes,
 )
-from penstock_rollout.weights.stage import Arrived, Reception
+from penstock_rollout.weights.stage import STORE_POLL_S, Arrived, Reception, connect_store
 
-CONNECT_RETRY_S = 0.05
-STORE_POLL_S = 0.01
 PIECE_POLL_S = 0.001
 BREAK_TIMEOUT_S = 5.0
 
@@ -44,11 +42,9 @@ def receive(reception: Reception) -> Iterator[Arrived]:
     """Yield buckets in host memory. The rendezvous is `host:port/prefix/group_size`, with the publisher's store."""
     host, port, prefix, group_size = parse_rendezvous(reception.rendezvous)
     deadline, num_ranks = reception.deadline, reception.announcement.world_size
-    # TCPStore's own retries could not be aborted.
-    deadline.wait_until(lambda: accepts_connections(host, port, min(deadline.remaining_s, 1.0)), CONNECT_RETRY_S)
     try:
+        store = connect_store(host, port, deadline)
         own_address = address_towards(host, port)
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=deadline.remaining_s))
 
         def meet(place: GroupPlace) -> Any:
             interruptible = InterruptibleStore(PrefixStore(f"{prefix}/{place.name}", store), deadline)

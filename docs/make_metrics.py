@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock_learner.loggers.step_loggers import VERL_NAMES
+from penstock_learner.loggers.step_loggers import SPREADS, VERL_NAMES
 from penstock_learner.metrics import LearnerMetrics
 from penstock_rollout.metrics import RolloutMetrics
 
@@ -28,6 +28,7 @@ DIFFERENCES = {
     "return_mean": "without own returns: the advantages, as in verl",
     "truncated_ratio": "cut at any limit on tokens or turns, not only as long as the longest response may be",
     "memory_peak_gib": "of the policy's fullest rank; on a CPU, of its process",
+    "host_memory_gib": "of the policy's fullest container",
     "mfu": "6 FLOPs per parameter and token, without attention",
     "importance_weight_max": "after truncation; before it: `penstock/importance_ratio_max`",
     "is_rejected_ratio": "tokens outside the band too",
@@ -59,7 +60,11 @@ def tables() -> dict[str, list[str]]:
     learner, rollout = CollectorRegistry(), CollectorRegistry()
     LearnerMetrics(learner, placement="standalone")
     RolloutMetrics(rollout)
-    alike = [f"`{own}`: `{verl}`" for own, verl in VERL_NAMES.items() if own not in DIFFERENCES]
+    spreads = {own: verl for own, verl in SPREADS.items() if f"{own}_mean" not in DIFFERENCES}
+    in_spreads = {f"{own}_{kind}" for own in spreads for kind in ("mean", "min", "max")}
+    names = {own: verl for own, verl in VERL_NAMES.items() if own not in in_spreads | DIFFERENCES.keys()}
+    names |= {f"{own}_*": f"{verl}/*" for own, verl in spreads.items()}
+    alike = [f"`{own}`: `{verl}`" for own, verl in names.items()]
     others = [f"| `{own}` | `{VERL_NAMES[own]}` | {difference} |" for own, difference in DIFFERENCES.items()]
     return {
         "run": rows([gateway.run]),

@@ -14,7 +14,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from penstock_learner.loggers.step_loggers import VERL_NAMES
+from penstock_learner.loggers.step_loggers import SPREADS, VERL_NAMES
 from penstock_learner.metrics import LearnerMetrics
 from penstock_rollout.metrics import RolloutMetrics
 
@@ -24,10 +24,10 @@ TABLE = re.compile(r"(<!-- table: (.+?) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 DIFFERENCES = {
     "kl_loss": "multiplied by its coefficient",
     "kl_coefficient": "in the reward too: verl's `actor/reward_kl_penalty_coeff`",
-    "reward_mean": "before a KL penalty in the reward",
-    "return_mean": "without own returns: the advantages, as in verl",
-    "truncated_ratio": "cut at any limit on tokens or turns, not only as long as the longest response may be",
+    "reward_*": "before a KL penalty in the reward",
+    "truncated_ratio": "cut at any limit on tokens or turns",
     "memory_peak_gib": "of the policy's fullest rank; on a CPU, of its process",
+    "host_memory_gib": "of the policy's fullest container",
     "mfu": "6 FLOPs per parameter and token, without attention",
     "importance_weight_max": "after truncation; before it: `penstock/importance_ratio_max`",
     "is_rejected_ratio": "tokens outside the band too",
@@ -59,8 +59,11 @@ def tables() -> dict[str, list[str]]:
     learner, rollout = CollectorRegistry(), CollectorRegistry()
     LearnerMetrics(learner, placement="standalone")
     RolloutMetrics(rollout)
-    alike = [f"`{own}`: `{verl}`" for own, verl in VERL_NAMES.items() if own not in DIFFERENCES]
-    others = [f"| `{own}` | `{VERL_NAMES[own]}` | {difference} |" for own, difference in DIFFERENCES.items()]
+    spreads = {f"{own}_{kind}" for own in SPREADS for kind in ("mean", "min", "max")}
+    names = {own: verl for own, verl in VERL_NAMES.items() if own not in spreads}
+    names |= {f"{own}_*": f"{verl}/*" for own, verl in SPREADS.items()}
+    alike = [f"`{own}`: `{verl}`" for own, verl in names.items() if own not in DIFFERENCES]
+    others = [f"| `{own}` | `{names[own]}` | {difference} |" for own, difference in DIFFERENCES.items()]
     return {
         "run": rows([gateway.run]),
         "gateway": rows(collector for collector in _collectors(gateway.registry) if collector is not gateway.run),

@@ -188,6 +188,8 @@ step "install ${files[*]}" \
   "$check_network; if a package has no wheel for $platform, install what its build needs" install "${files[@]}"
 if [ "$what" = dev ]; then
   step "install the schemas of custom resources" "$check_network" install --no-deps -r "$here/requirements-crds.txt"
+  step "install verl for comparisons" "$check_network" \
+    install --upgrade --no-deps --target "$venv/verl" -r "$here/requirements-verl.txt"
 fi
 case $gpu-$platform in
 cuda-*)

@@ -19,7 +19,7 @@ from penstock.cli import main as cli
 from penstock.config.loading import dump_config, load_config
 from penstock.config.run import RunConfig
 from penstock.errors import ConfigError, DeadlineExceeded, InvalidInput
-from penstock.machine import DiskSpace
+from penstock.machine import DiskSpace, write_private
 from penstock.start_checks import check_rewards, doubts_about, make_run_folder
 from penstock_learner.start_check import check as check_learner
 from penstock_rollout.engines.factory import check_devices, check_serves_model
@@ -350,6 +350,16 @@ def test_the_rows_of_a_loader_are_not_tried_and_up_says_so(
     assert cli.main(["up", str(DEMO), "--check", *words, "--dataset.loader", f"{tmp_path}/loader.py:rows"]) == 0
     (doubt,) = [line for line in capsys.readouterr().out.splitlines() if "loader" in line]
     assert "neither its rows nor the reward on them were tried; read the first samples with `penstock samples" in doubt
+
+
+def test_a_loader_is_imported_though_it_is_not_called(tmp_path: Path, config: Any) -> None:
+    (tmp_path / "rows.py").write_text(
+        "from verl.utils.dataset.rl_dataset import RLHFDataset\nclass Rows(RLHFDataset): ..."
+    )
+    file = write_private(tmp_path / "run.yaml", dump_config(config("--dataset.loader", f"{tmp_path}/rows.py:Rows")))
+    [(name, _, _, error)] = start_check.check_here(file, ["dataset"], with_ray=False)
+    assert name == "dataset" and error.startswith("dataset.loader: ")
+    assert "; write the dataset as a function that returns rows: docs/coming-from-verl.md#porting-classes" in error
 
 
 def test_up_says_what_it_checked_and_how_large_a_checkpoint_is(

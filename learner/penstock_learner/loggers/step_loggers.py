@@ -147,9 +147,10 @@ def _open(name: LoggerName, config: RunConfig, start_step: int) -> StepLogger:
     return ConsoleLogger(Console())
 
 
-_SPREADS = {
+SPREADS = {
     "reward": "critic/rewards", "advantage": "critic/advantages", "return": "critic/returns",
-    "response_length": "response_length",
+    "response_length": "response_length", "prompt_length": "prompt_length", "num_turns": "num_turns",
+    "value": "critic/values",
 }  # fmt: skip
 """Numbers with a mean, a minimum and a maximum, and verl's names for them."""
 VERL_NAMES = {
@@ -166,15 +167,17 @@ VERL_NAMES = {
     "critic_grad_norm": "critic/grad_norm",
     "critic_lr": "critic/lr",
     "critic_clip_ratio": "critic/vf_clipfrac",
-    "value_mean": "critic/values/mean",
     "value_explained_variance": "critic/vf_explained_var",
-    **{f"{own}_{kind}": f"{name}/{kind}" for own, name in _SPREADS.items() for kind in ("mean", "min", "max")},
+    **{f"{own}_{kind}": f"{name}/{kind}" for own, name in SPREADS.items() for kind in ("mean", "min", "max")},
     "truncated_ratio": "response_length/clip_ratio",
     "memory_peak_gib": "perf/max_memory_allocated_gb",
+    "memory_reserved_gib": "perf/max_memory_reserved_gb",
+    "host_memory_gib": "perf/cpu_memory_used_gb",
     "mfu": "perf/mfu/actor",
     "kl_behaviour": "rollout_corr/k3_kl",
     "importance_weight_mean": "rollout_corr/rollout_is_mean",
     "importance_weight_max": "rollout_corr/rollout_is_max",
+    "is_truncated_ratio": "rollout_corr/rollout_is_ratio_fraction_high",
     "is_rejected_ratio": "rollout_corr/rollout_rs_masked_fraction",
     "effective_sample_ratio": "rollout_corr/rollout_is_eff_sample_size",
     "step_s": "timing_s/step",
@@ -195,9 +198,11 @@ _DERIVED: dict[str, Callable[[Metrics], float]] = {
     "critic/score/max": lambda m: m["reward_max"],
     "perf/time_per_step": lambda m: m["step_s"],
     "actor/pg_clipfrac": lambda m: m["clip_ratio_low"] + m["clip_ratio_high"],
-    "prompt_length/mean": lambda m: m["prompt_tokens"] / m["num_sequences"],
+    "training/off_policy/trajectory_staleness_worst/max": lambda m: m["staleness_max"],
     "perf/total_num_tokens": lambda m: m["prompt_tokens"] + m["response_tokens"],
-    "perf/throughput": lambda m: (m["prompt_tokens"] + m["response_tokens"]) / m["step_s"],
+    "perf/throughput": lambda m: (m["prompt_tokens"] + m["response_tokens"]) / m["step_s"] / max(1, m["num_gpus"]),
+    "timing_per_token_ms/gen": lambda m: 1000 * m["wait_s"] / m["response_tokens"],
+    "timing_per_token_ms/update_actor": lambda m: 1000 * m["update_s"] / (m["prompt_tokens"] + m["response_tokens"]),
 }
 
 

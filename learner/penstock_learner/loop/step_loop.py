@@ -40,6 +40,7 @@ from functools import partial
 from pathlib import Path
 
 from penstock.cancellation import end_task
+from penstock.config.gpu_bundles import num_gpus
 from penstock.config.learner import LearnerConfig
 from penstock.config.run import RunConfig
 from penstock.logs import bind
@@ -339,6 +340,7 @@ class StepRecords:
         self.tracing = tracing
         self.recovering_since = None if silence_s is None else time.monotonic() - silence_s
         """When the learner that crashed before this one was last alive. None after the first step."""
+        self.num_gpus = num_gpus(config.placement, config.needed_roles)
         self.usage: list[RankUsage] = []
         self.usage_at = -USAGE_EVERY_S
 
@@ -369,7 +371,8 @@ class StepRecords:
         )  # fmt: skip
 
     async def usage_numbers(self, result: StepResult) -> dict[str, float]:
-        """Memory of the policy's ranks, and how much of their FLOPs the update used, if these are known."""
+        """Memory of the policy's ranks, the learner's GPUs, and the share of their FLOPs that the update used, if these
+        are known."""
         if time.monotonic() - self.usage_at >= USAGE_EVERY_S:
             self.usage = await self.policy.call_all("usage")
             self.usage_at = time.monotonic()
@@ -380,8 +383,13 @@ class StepRecords:
         num_tokens -= result.update.shared_tokens
         share = mfu(self.usage[0].num_parameters, num_tokens, result.update_s, peak)
         self.metrics.mfu.set(share)
-        memory_gib = max(usage.memory_peak_bytes for usage in self.usage) / 2**30
-        return {"memory_peak_gib": memory_gib} | ({"mfu": share} if peak else {})
+        fullest = {
+            "memory_peak_gib": max(usage.memory_peak_bytes for usage in self.usage) / 2**30,
+            "memory_reserved_gib": max(usage.memory_reserved_bytes for usage in self.usage) / 2**30,
+            "host_memory_gib": max(usage.host_memory_bytes for usage in self.usage) / 2**30,
+        }
+        known = {name: gib for name, gib in fullest.items() if gib}
+        return known | {"num_gpus": float(self.num_gpus)} | ({"mfu": share} if peak else {})
 
 
 @dataclass(eq=False)

@@ -116,3 +116,7 @@ class RankUsage:
     device_name: str
     num_parameters: int
     """Parameters of the whole model. For a mixture of experts, the ones that one token passes through."""
+    memory_reserved_bytes: int = 0
+    """Peak of what the device's allocator holds, with what it has cached. 0 on a CPU."""
+    host_memory_bytes: int = 0
+    """What is used of the memory of its machine or container, by any process. 0 if it is not known."""

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.errors import CheckpointDamaged, ConfigError, TrainingDiverged
+from penstock.machine import measure_memory
 from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.batches.partition import RankShard
 from penstock_learner.checkpoints import FileRecord, find_damage
@@ -68,10 +69,13 @@ class TrainerRank(Rank):
     def usage(self) -> RankUsage:
         if self.device.type == "cuda":
             peak, name = torch.cuda.max_memory_allocated(self.device), torch.cuda.get_device_name(self.device)
+            reserved = torch.cuda.max_memory_reserved(self.device)
         else:
             unit = 1 if sys.platform == "darwin" else 1024
-            peak, name = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "cpu"
-        return RankUsage(peak, name, num_used_parameters(self.trained))
+            peak, name, reserved = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "cpu", 0
+        host = measure_memory()
+        used = host.size_bytes - host.available_bytes if host else 0
+        return RankUsage(peak, name, num_used_parameters(self.trained), reserved, used)
 
     def stage(self, folder: Path) -> None:
         """Copy this rank's shards to host memory and begin to write them. Collective. Training may then continue.

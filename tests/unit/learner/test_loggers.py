@@ -45,7 +45,8 @@ def metrics_of(step: int, **more: float) -> dict[str, float]:
     return {
         "step": float(step), "time": 1000.0 + step, "loss": 0.5 * step, "step_s": 2.0, "num_sequences": 4.0,
         "prompt_tokens": 24.0, "response_tokens": 16.0, "clip_ratio_low": 0.25, "clip_ratio_high": 0.5,
-        "staleness_mean": 1.5, "reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0, **more,
+        "staleness_mean": 1.5, "staleness_max": 3.0, "reward_mean": 0.5, "reward_min": 0.0, "reward_max": 1.0,
+        "wait_s": 0.5, "update_s": 1.0, "num_gpus": 2.0, **more,
     }  # fmt: skip
 
 
@@ -57,13 +58,17 @@ def written(config: RunConfig, *steps: int, start_step: int = 0) -> None:
 
 
 def test_numbers_go_under_verls_names() -> None:
-    named = under_verl_names(metrics_of(3, critic_loss=7.0, truncated_ratio=0.25, memory_peak_gib=80.0))
+    named = under_verl_names(
+        metrics_of(3, critic_loss=7.0, truncated_ratio=0.25, memory_peak_gib=80.0, prompt_length_max=9.0)
+    )
     assert named == {
         "training/global_step": 3, "actor/pg_loss": 1.5, "critic/vf_loss": 7, "timing_s/step": 2,
         "critic/rewards/mean": 0.5, "critic/rewards/min": 0, "critic/rewards/max": 1, "perf/time_per_step": 2,
         "critic/score/mean": 0.5, "critic/score/min": 0, "critic/score/max": 1, "response_length/clip_ratio": 0.25,
-        "perf/max_memory_allocated_gb": 80, "actor/pg_clipfrac": 0.75, "prompt_length/mean": 6,
-        "perf/total_num_tokens": 40, "perf/throughput": 20,
+        "perf/max_memory_allocated_gb": 80, "actor/pg_clipfrac": 0.75, "prompt_length/max": 9,
+        "perf/total_num_tokens": 40, "perf/throughput": 10, "timing_s/gen": 0.5, "timing_per_token_ms/gen": 31.25,
+        "timing_s/update_actor": 1, "timing_per_token_ms/update_actor": 25, "penstock/staleness_max": 3,
+        "training/off_policy/trajectory_staleness_worst/max": 3, "penstock/num_gpus": 2,
         "penstock/staleness_mean": 1.5, "penstock/num_sequences": 4, "penstock/prompt_tokens": 24,
         "penstock/response_tokens": 16, "penstock/clip_ratio_low": 0.25, "penstock/clip_ratio_high": 0.5,
     }  # fmt: skip

@@ -29,6 +29,7 @@ from penstock.feed.datasets import first_prompts, matching_files
 from penstock.machine import measure_disk, port_is_free, write_private
 from penstock.start_checks import RUN_CHECKS, check_agent_packages, check_run_folder
 from penstock.trajectory import Prompt
+from penstock.user_code import load_callable
 from penstock_services.gateway.access import check_gateway
 from penstock_tools.local.join import opened, starts_ray_head
 
@@ -101,7 +102,8 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
         started = time.monotonic()
         has_servers, has_agents = config.rollout.num_servers > 0, config.rollout.agents != AgentsConfig()
         has_rows = has_servers and bool(_paths(config))
-        names = [LEARNER, *[DATASET] * has_rows, *[SERVER] * (has_servers and has_agents)]
+        has_loader = bool(config.dataset.loader)
+        names = [LEARNER, *[DATASET] * (has_rows or has_loader), *[SERVER] * (has_servers and has_agents)]
         heavy = {name: asyncio.get_running_loop().create_future() for name in names}
         process = asyncio.create_task(_check_in_process(file, heavy, *unasked))
         parts = dict[str, Awaitable[Found]]()
@@ -110,6 +112,8 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
         parts[LEARNER] = _check_learner(config, started, heavy[LEARNER])
         if has_rows:
             parts |= {DATASET: _look_at_dataset(config, started, heavy[DATASET]), "reward": _call_reward(config)}
+        elif has_loader:
+            parts[DATASET] = heavy[DATASET]
         print(f"checking in parallel: {', '.join(parts)}", flush=True)
         shown = {asyncio.create_task(_shown(name, part, started)): name for name, part in parts.items()}
         try:
@@ -128,7 +132,7 @@ async def check_processes(config: RunConfig, host: str = "") -> tuple[list[str],
         kind = DeadlineExceeded if all(isinstance(each, DeadlineExceeded) for each in failures) else ConfigError
         raise kind("; ".join(dict.fromkeys(map(str, failures))))
     found = [*(each for each in ended if not isinstance(each, PenstockError)), room_for_checkpoints(config)]
-    if config.dataset.loader:
+    if has_loader:
         untried = "a check does not call dataset.loader, so neither its rows nor the reward on them were tried"
         found.append(("", [f"{untried}; read the first samples with `penstock samples --worst`"]))
     return [what for what, _ in found if what], [doubt for _, doubts in found for doubt in doubts]
@@ -238,7 +242,7 @@ async def _check_in_process(config_file: Path, parts: Mapping[str, asyncio.Futur
 
 def check_here(config_file: Path, names: Sequence[str], with_ray: bool) -> Iterator[tuple[str, str, list[str], str]]:
     """What the process of `_check_in_process` does: for each part its name, what was looked at, what it would warn of,
-    and its error. The code of agents, which may do anything, comes last."""
+    and its error. The code of users, which may do anything, comes last."""
     config = load_config(config_file)
     for name in names:
         found, doubts, failure = "", list[str](), ""
@@ -250,6 +254,8 @@ def check_here(config_file: Path, names: Sequence[str], with_ray: bool) -> Itera
             elif name == SERVER:
                 found, _ = _check_server(config)
             else:
+                if config.dataset.loader:
+                    load_callable(config.dataset.loader, "dataset.loader")
                 doubts = doubts_about_lengths(config, first_rows(config))
         except PenstockError as error:
             failure = str(error)

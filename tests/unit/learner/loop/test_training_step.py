@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from transformers import AutoModelForCausalLM
 
 from penstock.config.algorithms import AdvantageConfig, AlgorithmConfig, KLConfig
-from penstock.config.learner import LearnerConfig
+from penstock.config.learner import LearnerConfig, RoleConfig
 from penstock.errors import ConfigError, TrainingDiverged
 from penstock.store.fleet import ServerRecord
 from penstock.tracing import Tracing
@@ -155,7 +155,7 @@ async def test_the_spread_and_the_parts_of_rewards_are_metrics(tiny_models: dict
 
 
 async def test_memory_and_the_share_of_flops_are_numbers_of_a_step() -> None:
-    ranks = [RankUsage(gib * 2**30, "NVIDIA H100", 10**9) for gib in (3, 5)]
+    ranks = [RankUsage(gib * 2**30, "NVIDIA H100", 10**9, (gib + 1) * 2**30, 9 * 2**30) for gib in (3, 5)]
 
     class Policy:
         async def call_all(self, method: str) -> list[RankUsage]:
@@ -167,11 +167,13 @@ async def test_memory_and_the_share_of_flops_are_numbers_of_a_step() -> None:
 
     async def numbers() -> dict[str, float]:
         metrics = LearnerMetrics(CollectorRegistry(), "standalone")
-        return await StepRecords(LearnerConfig(), policy, metrics, Tracing(), None).usage_numbers(result)
+        config = LearnerConfig(policy=RoleConfig(num_ranks=2, gpus_per_rank=1))
+        return await StepRecords(config, policy, metrics, Tracing(), None).usage_numbers(result)
 
-    assert await numbers() == {"memory_peak_gib": 5, "mfu": pytest.approx(6e12 / 2 / (2 * 989e12))}
+    memory = {"memory_peak_gib": 5, "memory_reserved_gib": 6, "host_memory_gib": 9}
+    assert await numbers() == memory | {"num_gpus": 2, "mfu": pytest.approx(6e12 / 2 / (2 * 989e12))}
     ranks = [RankUsage(2**29, "cpu", 10**9)]
-    assert await numbers() == {"memory_peak_gib": 0.5}, "no peak is known"
+    assert await numbers() == {"memory_peak_gib": 0.5, "num_gpus": 2}, "nothing else is known"
 
 
 async def test_the_greedy_sample_is_scored_and_not_trained(tiny_models: dict[str, Path]) -> None:

@@ -396,6 +396,11 @@ class LearnerConfig(Config):
     Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Policy ranks that share each sequence (Ulysses). Divides `policy.num_ranks` and the number of attention heads."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Policy ranks that share the experts of each layer: a rank computes its own, for the tokens of all. Divides the
+    number of experts, and `shard_size`."""
+    shard_size: int = Field(default=0, ge=0)
+    """Policy ranks among which weights and optimizer are divided; each such group has a copy (HSDP). 0 means all."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
     """Largest mean difference per token between the log-probs of a rollout server and of the learner, checked in every
     step; typically 1e-5 in float32 and 0.01 in bfloat16. A server beyond it is quarantined, and the learner ends if
@@ -475,6 +480,12 @@ class LearnerConfig(Config):
              f"lr_schedule {self.lr_schedule} needs num_steps above {longest}, because it ends at num_steps"),
             (self.policy.num_ranks % self.sequence_parallel,
              "policy.num_ranks, which torchrun sets for sft, must be a multiple of sequence_parallel"),
+            (self.policy.num_ranks % (self.shard_size or 1),
+             "policy.num_ranks, which torchrun sets for sft, must be a multiple of shard_size"),
+            ((self.shard_size or self.policy.num_ranks) % self.expert_parallel,
+             "shard_size, or without it policy.num_ranks, must be a multiple of expert_parallel"),
+            (self.expert_parallel > 1 and lora is not None,
+             "expert_parallel is for training whole weights: remove lora, or set expert_parallel to 1"),
             (unplaceable,
              f"gpus_per_rank of {unplaceable} must add up to at most 1, or be whole numbers: a rank's share is on one "
              "GPU"),

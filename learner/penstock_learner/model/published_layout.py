@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import is_head, language_fields, read_json, tensor_shapes
 from penstock.weights.transports import A_SUFFIX, B_SUFFIX
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, make_lm, split_conversions
+from penstock_learner.model.loading import LORA_A, OwnPart, decoder_layers, is_adapter, make_lm, split_conversions
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -76,25 +76,24 @@ class PushedWeights:
                     tensors = unit.tensors
                     yield from ((new, _whole(tensors[own], dtype)) for new, own in unit.own_names.items())
             else:
-                unit.sharded.unshard()
-                yield from self._published(unit, unit.tensors)
-                unit.sharded.reshard()
+                for part in _sharded_parts(unit.sharded):
+                    part.unshard()
+                yield from self._published(unit, {name: full_weight(tensor) for name, tensor in unit.tensors.items()})
+                for part in _sharded_parts(unit.sharded):
+                    part.reshard()
 
     @torch.no_grad()
     def load(self, weight_of: Callable[[str], Tensor]) -> None:
         """Copy full weights into the model: each rank takes its shard. This is a collective."""
         for unit in self._units:
-            if isinstance(unit.sharded, FSDPModule):
-                unit.sharded.reshard()
+            for part in _sharded_parts(unit.sharded):
+                part.reshard()
             if unit.own_names is None:
                 whole = from_published(self._lm, {name: weight_of(name) for name in unit.shapes})
             else:
                 whole = {own: weight_of(name) for name, own in unit.own_names.items()}
             for name, tensor in unit.tensors.items():
-                weight = whole.pop(name).to(tensor.dtype)
-                if isinstance(tensor, DTensor):
-                    weight = distribute_tensor(weight, tensor.device_mesh, tensor.placements)
-                tensor.copy_(weight)
+                OwnPart.of(tensor).take(whole.pop(name))
 
     def _published(self, unit: _Unit, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of one unit under the names, and in the form, in which they are pushed."""
@@ -119,6 +118,11 @@ def _unit(model: CausalLM, module: nn.Module, own: Iterable[tuple[str, Tensor]])
     own_names = {new: renamed[new] for new in shapes} if renamed.keys() == shapes.keys() else None
     is_root = module is model.lm
     return _Unit(model if is_root else module, is_root, places, shapes, own_names)
+
+
+def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
+    """The module and what is in it, as far as FSDP2 gathers them separately: a layer, and experts that ranks share."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def _exact_names(model: CausalLM) -> frozenset[str]:

@@ -478,8 +478,6 @@ class LearnerConfig(Config):
             (unplaceable,
              f"gpus_per_rank of {unplaceable} must add up to at most 1, or be whole numbers: a rank's share is on one "
              "GPU"),
-            (self.compile and self.router.is_used,
-             "router.replay and router.aux_loss_coefficient need compile to be false"),
             (lora is not None and "lm_head" in lora.target_modules,
              "lora.target_modules cannot contain lm_head; engines and learner adapt the layers only"),
         )  # fmt: skip

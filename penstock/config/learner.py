@@ -185,7 +185,7 @@ class LoraConfig(Config):
     """The adapter's output is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = ALL_LINEAR
     """Linear layers that get an adapter: names such as `[q_proj, v_proj]`, without `lm_head`, or `all-linear` for all
-    of the decoder except routers and fused experts."""
+    of the decoder except routers and fused experts. Name these with their module: `experts.down_proj`."""
 
 
 class CriticConfig(TrainedRoleConfig):

@@ -7,10 +7,11 @@ product that can be compiled, an operator that the compiler does not look into t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 NAME = "penstock_grouped"
@@ -45,7 +46,21 @@ def compute_experts(module: Any, states: Tensor, chosen: Tensor, weights: Tensor
 def _product(module: Any, name: str, rows: Tensor, experts: Tensor, ends: Tensor) -> Tensor:
     weights = getattr(module, name)
     result = grouped_product(rows, weights if module.is_transposed else weights.transpose(1, 2), ends)
+    adapter = getattr(module, "adapters", {}).get(name)
+    if adapter is not None and not adapter.disable_adapters:
+        result = result + _of_adapter(adapter, rows, ends)
     return result + getattr(module, f"{name}_bias")[experts] if module.has_bias else result
+
+
+def _of_adapter(adapter: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    """What a low-rank adapter adds to a product, without its sum with the weights, which would need their memory."""
+    low, up = adapter.lora_A["default"].weight, adapter.lora_B["default"].weight
+    scale: float = adapter.scaling["default"]
+    low = low.unflatten(0, (len(ends), -1)).transpose(1, 2)
+    up = up.unflatten(1, (-1, len(ends))).permute(2, 1, 0)
+    missing = -low.shape[2] % _ALIGNED
+    low, up = functional.pad(low, (0, missing)), functional.pad(up, (0, 0, 0, missing))
+    return grouped_product(grouped_product(rows, low, ends), up.contiguous(), ends) * scale
 
 
 def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
@@ -53,9 +68,32 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     `ends[i]`."""
     rows = rows.to(weights.dtype)
     if weights.dtype == torch.bfloat16 and weights.shape[1] % _ALIGNED == weights.shape[2] % _ALIGNED == 0:
-        return functional.grouped_mm(rows, weights, offs=ends)
-    result: Tensor = _one_by_one(rows, weights, ends)
+        result: Tensor = functional.grouped_mm(rows, weights, offs=ends)
+    else:
+        result = _one_by_one(rows, weights, ends)
     return result
+
+
+def adapt_experts(lm: nn.Module) -> None:
+    """Have fused experts add the adapters that peft has put around them."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    for module in lm.modules():
+        if isinstance(module, ParamWrapper):
+            experts = module.get_base_layer()
+            experts.adapters = {**getattr(experts, "adapters", {}), module.parameter_name: module}
+            kind: Any = type(module)
+            module.__class__ = _passing(kind)
+
+
+@cache
+def _passing(kind: Any) -> type[nn.Module]:
+    """peft's own forward pass would add the adapter to the weights."""
+
+    def forward(self: Any, *args: Any, **others: Any) -> Any:
+        return self.base_layer(*args, **others)
+
+    return type(kind.__name__, (kind,), {"forward": forward})
 
 
 class _Reordered(torch.autograd.Function):

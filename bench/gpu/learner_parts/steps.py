@@ -15,6 +15,7 @@ from torch import Tensor
 
 from learner_parts.models import Setting, Shape
 from penstock.config.learner import LearnerConfig
+from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
 from penstock_learner.model import experts as fused_experts
@@ -27,7 +28,6 @@ from penstock_learner.model.routers import watch_routers
 from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy import PolicyUpdate
-from penstock_learner.steps.program import denominators_of
 
 GIB = 2**30
 LR = 1e-6
@@ -177,7 +177,7 @@ class Ours:
         """Take a step. Returns the norm of the gradient."""
         (shard,) = partition(batch, 1, self.learner.micro_batch_tokens, shares_prefixes=shares_prefixes)
         self.num_steps += 1
-        report = self.update.run(shard, denominators_of(batch, self.learner.algorithm.loss), self.num_steps, 0, 0.0)
+        report = self.update.run(shard, _denominators(batch), self.num_steps, 0, 0.0)
         assert not report.step.skipped
         return report.step.grad_norm
 
@@ -200,7 +200,11 @@ class Passes:
         update.optimizer.zero_grad(set_to_none=True)
         (shard,) = partition(batch, 1, learner.micro_batch_tokens)
         for micro in shard.micro_batches:
-            update.accumulate(micro, shard, denominators_of(batch, learner.algorithm.loss), 0, 0.0)
+            update.accumulate(micro, shard, _denominators(batch), 0, 0.0)
+
+
+def _denominators(batch: SequenceBatch) -> Denominators:
+    return Denominators.of(torch.as_tensor(batch.loss_mask), torch.as_tensor(batch.sequence_ids))
 
 
 def time_steps(contender: Contender, batch: SequenceBatch, num_steps: int, device: torch.device) -> list[float]:

@@ -185,7 +185,7 @@ class LoraConfig(Config):
     """The adapter's output is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = ALL_LINEAR
     """Linear layers that get an adapter: names such as `[q_proj, v_proj]`, without `lm_head`, or `all-linear` for all
-    of the decoder except routers and fused experts."""
+    of the decoder except routers and fused experts. Name these with their module: `experts.down_proj`."""
 
 
 class CriticConfig(TrainedRoleConfig):
@@ -489,8 +489,6 @@ class LearnerConfig(Config):
             (unplaceable,
              f"gpus_per_rank of {unplaceable} must add up to at most 1, or be whole numbers: a rank's share is on one "
              "GPU"),
-            (self.compile and self.router.is_used,
-             "router.replay and router.aux_loss_coefficient need compile to be false"),
             (lora is not None and "lm_head" in lora.target_modules,
              "lora.target_modules cannot contain lm_head; engines and learner adapt the layers only"),
         )  # fmt: skip

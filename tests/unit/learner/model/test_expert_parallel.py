@@ -43,6 +43,8 @@ CASES: Cases = {
 COMPILED: Cases = {
     "one rank": (1, {}),
     "compiled": (2, {"expert_parallel": 2, "compile": True, "activation_checkpointing": 0.5}),
+    "starved, one rank": (1, REPLAY),
+    "starved, compiled": (2, {"expert_parallel": 2, "compile": True, **REPLAY}),
 }
 
 
@@ -62,6 +64,7 @@ def test_loss_gradient_norm_and_weights_are_those_of_one_rank(folder: Path, name
 def test_compiled_layers_give_the_same(tmp_path: Path) -> None:
     run_cases(tmp_path, COMPILED, "cpu")
     assert_same(tmp_path, "compiled", "one rank", 1e-5)
+    assert_same(tmp_path, "starved, compiled", "starved, one rank", 1e-5)
 
 
 def test_what_is_pushed_has_the_names_and_the_numbers_of_the_folder(folder: Path) -> None:

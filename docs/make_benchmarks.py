@@ -59,6 +59,10 @@ BENCHES = {
         "Hybrid models in training", "bench/gpu/hybrid.py",
         "a Qwen3.5-shaped step with flash-linear-attention, compared with a dense model and with the padded path",
     ),
+    "experts": (
+        "Experts in training", "bench/gpu/experts.py",
+        "layers of Qwen3-30B-A3B's shape with router replay and metrics, compared with a large product",
+    ),
     "offload": (
         "Offload", "bench/gpu/offload.py",
         "memory of a training step with a reference, compared with none and with what `penstock plan` expects",

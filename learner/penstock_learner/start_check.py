@@ -90,6 +90,7 @@ def _check_structure(config: RunConfig) -> None:
     learner = config.learner
 
     from penstock_learner.model.architectures import path_of, require_causal, require_parallel
+    from penstock_learner.model.expert_parallel import require_experts
     from penstock_learner.model.published_layout import fit_to_folder, model_without_weights
     from penstock_learner.model.routers import find_routers, require_routers
 
@@ -102,6 +103,7 @@ def _check_structure(config: RunConfig) -> None:
     if lm is None:
         return
     fit_to_folder(lm, config.model.path, "model.path")
+    require_experts(lm, learner.expert_parallel)
     if learner.router.is_used:
         require_routers(lm, find_routers(lm), replay=learner.router.replay)
 

@@ -192,7 +192,7 @@ class LoraConfig(Config):
     """The adapter's output is scaled by alpha / rank."""
     target_modules: Literal["all-linear"] | tuple[str, ...] = ALL_LINEAR
     """Linear layers that get an adapter: names such as `[q_proj, v_proj]`, without `lm_head`, or `all-linear` for all
-    of the decoder except routers and fused experts."""
+    of the decoder except routers and fused experts. Name these with their module: `experts.down_proj`."""
 
 
 class CriticConfig(TrainedRoleConfig):
@@ -403,6 +403,11 @@ class LearnerConfig(Config):
     Slower, for models that do not fit otherwise."""
     sequence_parallel: int = Field(default=1, ge=1)
     """Policy ranks that share each sequence (Ulysses). Divides `policy.num_ranks` and the number of attention heads."""
+    expert_parallel: int = Field(default=1, ge=1)
+    """Policy ranks that share the experts of each layer: a rank computes its own, for the tokens of all. Divides the
+    number of experts, and `shard_size`."""
+    shard_size: int = Field(default=0, ge=0)
+    """Policy ranks among which weights and optimizer are divided; each such group has a copy (HSDP). 0 means all."""
     max_logprob_mismatch_nats: float = Field(default=0.1, ge=0)
     """Largest mean difference per token between the log-probs of a rollout server and of the learner, checked in every
     step; typically 1e-5 in float32 and 0.01 in bfloat16. A server beyond it is quarantined, and the learner ends if
@@ -490,11 +495,15 @@ class LearnerConfig(Config):
             (self.policy.num_ranks % self.sequence_parallel,
              "policy.num_ranks, which torchrun sets for sft, must be a multiple of sequence_parallel"),
             (unshared, f"{unshared}.num_ranks must be a multiple of its sequence_parallel"),
+            (self.policy.num_ranks % (self.shard_size or 1),
+             "policy.num_ranks, which torchrun sets for sft, must be a multiple of shard_size"),
+            ((self.shard_size or self.policy.num_ranks) % self.expert_parallel,
+             "shard_size, or without it policy.num_ranks, must be a multiple of expert_parallel"),
+            (self.expert_parallel > 1 and lora is not None,
+             "expert_parallel is for training whole weights: remove lora, or set expert_parallel to 1"),
             (unplaceable,
              f"gpus_per_rank of {unplaceable} must add up to at most 1, or be whole numbers: a rank's share is on one "
              "GPU"),
-            (self.compile and self.router.is_used,
-             "router.replay and router.aux_loss_coefficient need compile to be false"),
             (lora is not None and "lm_head" in lora.target_modules,
              "lora.target_modules cannot contain lm_head; engines and learner adapt the layers only"),
         )  # fmt: skip

@@ -193,7 +193,7 @@ def check_adapter(adapter: dict[str, tuple[int, ...]], shapes: dict[str, tuple[i
             raise WeightPushFailed(f"the adapter has only one of lora_A and lora_B for {name}")
         if name not in shapes:
             raise WeightPushFailed(f"the adapter changes {name}, which the model does not have")
-        if len(low) != 2 or len(up) != 2 or (up[0], low[1]) != shapes[name] or up[1] != low[0]:
+        if min(len(low), len(up)) < 2 or low[:-1] != (*up[:-2], up[-1]) or (*up[:-1], low[-1]) != shapes[name]:
             raise WeightPushFailed(f"lora_B {up} @ lora_A {low} does not match {name} of shape {shapes[name]}")
 
 

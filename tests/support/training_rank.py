@@ -37,6 +37,7 @@ from penstock_learner.steps.program import denominators_of, with_advantages
 from support.groups import make_group
 
 CPU = torch.device("cpu")
+EXPERTS = ("q_proj", "experts.gate_up_proj", "experts.down_proj")
 POISONED = 5
 """In a case called `poisoned`, the advantage of this sequence is infinite."""
 
@@ -205,7 +206,8 @@ def load_models(rank: int, folder: Path, name: str) -> None:
             learner = LearnerConfig.model_validate(settings)
             model = open_model(path, torch.float32, 16)
             if learner.lora is not None:
-                add_adapter(model, LoraConfig(rank=4, alpha=8))
+                targets = EXPERTS if path.name == "mixtral" else "all-linear"
+                add_adapter(model, LoraConfig(rank=4, alpha=8, target_modules=targets))
             prepare_for_training(model, learner, torch.float32, is_cuda=False)
             read = 0
             read_weights(model, CPU, offload=learner.keeps_weights_on_host)

@@ -231,6 +231,23 @@ def test_a_gather_holds_one_unit_at_a_time() -> None:
     )
 
 
+def test_ranks_that_share_experts_gather_fewer_of_them_and_copies_divide_less() -> None:
+    def sizes(role: Role, name: str, **setup: Any) -> float:
+        uses = role_memory(role, KNOWN["30b-a3b"], 16, Setup(**setup))
+        layer = next(use for use in uses if use.what == "backward pass of a layer")
+        return next(item.num_bytes for item in layer.device if item.name == name)
+
+    experts = KNOWN["30b-a3b"].experts_of_layer
+    assert experts == pytest.approx(3 * 2048 * 128 * 768)
+    saved = sizes("policy", "gathered layer") - sizes("policy", "gathered layer", expert_parallel=8)
+    assert saved == pytest.approx(2 * experts * 7 / 8)
+    assert sizes("critic", "gathered layer", expert_parallel=8) == sizes("critic", "gathered layer")
+    assert sizes("policy", "Adam", expert_parallel=8) == sizes("policy", "Adam")
+    assert sizes("policy", "Adam", shard_size=4) == pytest.approx(4 * sizes("policy", "Adam"))
+    gathered = [_bytes("policy", "gather", "30b-a3b", 16, staging="host", expert_parallel=n) for n in (1, 8)]
+    assert gathered[1] - gathered[0] == pytest.approx(2 * experts / 1e9 * (1 - (2 + 1 / 16) * 7 / 8))
+
+
 def test_what_is_staged_for_pushes_is_on_the_device_or_on_the_host() -> None:
     def staged(where: str, **setup: Any) -> tuple[float, float]:
         uses = role_memory("policy", KNOWN["7b"], 4, Setup(staging=where, **setup))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -86,7 +86,7 @@ def write_adapter(lm: Any, base: Path, out: Path, dtype: str) -> None:
     _require_finite(matrices.items(), dtype, out)
     described = lm.peft_config["default"]
     described.base_model_name_or_path, described.task_type = str(base), peft.TaskType.CAUSAL_LM
-    described.target_modules = _shortest_targets(lm)
+    described.target_modules, described.target_parameters = _shortest_targets(lm)
     described.inference_mode = True
     _require_loadable(described, lm)
     with _written_whole(out) as folder:
@@ -102,22 +102,33 @@ def _require_loadable(described: Any, lm: Any) -> None:
 
     taken = deepcopy(described)
     convert_peft_config_for_transformers(taken, lm, None)
-    if taken.target_parameters:
+    if any(
+        set(getattr(taken, name) or ()) != set(getattr(described, name) or ())
+        for name in ("target_modules", "target_parameters")
+    ):
         raise ConfigError(
             f"the adapter of a {lm.config.model_type} model cannot be written alone: peft would add it to experts, for "
             "which it was not trained; write the model with the adapter merged in"
         )
 
 
-def _shortest_targets(lm: Any) -> list[str]:
-    """The last parts of the adapted modules' names, as engines expect, or the whole names if others end like them."""
+def _shortest_targets(lm: Any) -> tuple[list[str], list[str]]:
+    """The adapted modules, and the adapted weights of experts: the last parts of their names, as engines expect, or the
+    whole names if others end like them."""
     from peft.tuners.lora import LoraLayer
 
-    adapted = {name for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
-    ends = {name.rpartition(".")[2] for name in adapted}
-    inner = tuple(f"{name}." for name in adapted)
-    others = (name for name, _ in lm.named_modules() if name not in adapted and not name.startswith(inner))
-    return sorted(adapted if any(name.rpartition(".")[2] in ends for name in others) else ends)
+    adapters = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
+    weights = {name for name, module in adapters.items() if hasattr(module, "parameter_name")}
+    modules, inner = adapters.keys() - weights, tuple(f"{name}." for name in adapters)
+    other_modules = {name for name, _ in lm.named_modules() if name not in adapters and not name.startswith(inner)}
+    own = {name.replace(".base_layer", "") for name, _ in lm.named_parameters()}
+    fused = {f"{name.replace('.base_layer', '')}.{adapters[name].parameter_name}" for name in weights}
+    return _shortest(modules, other_modules, 1), _shortest(fused, own - fused, 2)
+
+
+def _shortest(names: Set[str], others: Iterable[str], num_parts: int) -> list[str]:
+    ends = {".".join(name.split(".")[-num_parts:]) for name in names}
+    return sorted(names if any(".".join(name.split(".")[-num_parts:]) in ends for name in others) else ends)
 
 
 def write_folder(lm: Any, source: Path, out: Path, dtype: str) -> None:
@@ -240,7 +251,10 @@ def merge_adapter(lm: Any) -> None:
     """Merge the adapter, if there is one, into the weights that it changes, and remove it from the model."""
     from peft.tuners.lora import LoraLayer
 
-    for name, module in list(lm.named_modules()):
-        if isinstance(module, LoraLayer):
-            module.merge()
+    adapters = [(name, module) for name, module in lm.named_modules() if isinstance(module, LoraLayer)]
+    for name, module in adapters:
+        module.merge()
+        if not name.endswith(".base_layer"):  # inside of another one: weights of the same experts
             lm.set_submodule(name, module.get_base_layer())
+        if hasattr(module, "parameter_name"):
+            module.get_base_layer().adapters = {}

@@ -15,18 +15,20 @@ from torch import Tensor
 
 from learner_parts.models import Setting, Shape
 from penstock.config.learner import LearnerConfig
+from penstock_learner.algorithms.aggregation import Denominators
 from penstock_learner.batches.partition import partition
 from penstock_learner.batches.sequence_batch import SequenceBatch
+from penstock_learner.model import experts as fused_experts
 from penstock_learner.model.architectures import ModelPath, path_of
 from penstock_learner.model.attention import packed_attention
 from penstock_learner.model.attention.sequence_parallel import SequenceParallel
 from penstock_learner.model.causal_lm import CausalLM
 from penstock_learner.model.loading import prepare_for_training
 from penstock_learner.model.recurrent_layers import pack_recurrent_layers
+from penstock_learner.model.routers import watch_routers
 from penstock_learner.model.torch_settings import DTYPES
 from penstock_learner.optim.optimizer import make_optimizer
 from penstock_learner.roles.policy import PolicyUpdate
-from penstock_learner.steps.program import denominators_of
 
 GIB = 2**30
 LR = 1e-6
@@ -136,13 +138,15 @@ def padded(part: SequenceBatch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 class Ours:
     """The learner's own step: FSDP2, packed sequences, chunked log-probs, the PPO loss. If there are several ranks, all
     share its sequences. `changed` are settings of the learner; `padded` asks for Hugging Face's forward of padded
-    rows."""
+    rows; `experts` names who computes the experts of a mixture."""
 
     def __init__(
         self, shape: Shape, device: torch.device, masters: str, setting: Setting, compiled: bool, *,
-        padded: bool = False, parallel: SequenceParallel | None = None, **changed: Any,
+        padded: bool = False, parallel: SequenceParallel | None = None, experts: str = fused_experts.NAME,
+        **changed: Any,
     ) -> None:  # fmt: skip
         packed_attention.register()
+        fused_experts.register()
         self.learner = LearnerConfig.model_validate(
             {
                 "lr": LR,
@@ -159,8 +163,10 @@ class Ours:
         lm = make_model(shape, DTYPES[masters], device, "sdpa" if padded else packed_attention.NAME)
         path = ModelPath("its padded path is measured") if padded else path_of(lm.config)
         assert path.is_packed != padded
+        lm.set_experts_implementation(experts)
         pack_recurrent_layers(lm)
         self.model = CausalLM(lm, self.learner.logprob_chunk_tokens, path, compiled=compiled)
+        self.model.watch = watch_routers(lm, self.learner)
         dtype = DTYPES[self.learner.compute_dtype]
         prepare_for_training(self.model, self.learner, dtype, is_cuda=device.type == "cuda")
         optimizer = make_optimizer(self.model, self.learner, LR)
@@ -174,13 +180,34 @@ class Ours:
         """Take a step. Returns the norm of the gradient."""
         (shard,) = partition(batch, 1, self.learner.micro_batch_tokens, shares_prefixes=shares_prefixes)
         self.num_steps += 1
-        report = self.update.run(shard, denominators_of(batch, self.learner.algorithm.loss), self.num_steps, 0, 0.0)
+        report = self.update.run(shard, _denominators(batch), self.num_steps, 0, 0.0)
         assert not report.step.skipped
         return report.step.grad_norm
 
     def log_probs(self, batch: SequenceBatch) -> Tensor:
         (shard,) = partition(batch, 1, int(batch.lengths.sum()))
         return torch.as_tensor(self.update.log_probs(shard))
+
+
+class Passes:
+    """The forward and backward pass of the learner's step, without the optimizer."""
+
+    def __init__(self, ours: Ours) -> None:
+        self.ours = ours
+
+    def state_bytes(self) -> int:
+        return self.ours.state_bytes()
+
+    def step(self, batch: SequenceBatch) -> None:
+        update, learner = self.ours.update, self.ours.learner
+        update.optimizer.zero_grad(set_to_none=True)
+        (shard,) = partition(batch, 1, learner.micro_batch_tokens)
+        for micro in shard.micro_batches:
+            update.accumulate(micro, shard, _denominators(batch), 0, 0.0)
+
+
+def _denominators(batch: SequenceBatch) -> Denominators:
+    return Denominators.of(torch.as_tensor(batch.loss_mask), torch.as_tensor(batch.sequence_ids))
 
 
 def time_steps(contender: Contender, batch: SequenceBatch, num_steps: int, device: torch.device) -> list[float]:

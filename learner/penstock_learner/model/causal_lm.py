@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.errors import ConfigError, first_line_of
 from penstock.machine import collecting_rarely
 from penstock_learner.batches.partition import RankShard
+from penstock_learner.model import experts
 from penstock_learner.model.architectures import (
     LogitForm,
     ModelPath,
@@ -357,7 +358,8 @@ def open_on_path(
     from transformers import AutoConfig
 
     packed_attention.register()
-    settings: dict[str, Any] = {"dtype": dtype}
+    experts.register()
+    settings: dict[str, Any] = {"dtype": dtype, "experts_implementation": experts.NAME}
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **of_config)
         require_text_decoder(config, folder, key)

@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
@@ -36,6 +37,7 @@ from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import safetensors_of
 from penstock_learner.model.architectures import ModelPath, is_composite
 from penstock_learner.model.attention.packed_attention import mark_layers
+from penstock_learner.model.expert_parallel import dense_mesh, expert_mesh, find_experts, require_experts, shard_experts
 from penstock_learner.model.torch_settings import compiler_keeping
 
 logger = logging.getLogger(__name__)
@@ -191,7 +193,7 @@ class UnreadWeights:
                 continue
             if not (self._new_head and name.startswith(self._new_head)):
                 raise ConfigError(f"{self._source} has no weight {name}; give a complete checkpoint of the model")
-            _OwnPart.of(parameter).numbers.zero_()
+            OwnPart.of(parameter).numbers.zero_()
 
     def _fill(self, recipe: Recipe, parameters: dict[str, nn.Parameter]) -> list[str]:
         """Fill the parameters of one recipe. Returns their names."""
@@ -204,11 +206,11 @@ class UnreadWeights:
         made = self._whole(recipe, parameter.dtype)
         for name, whole in made.items():
             self._check_shape(name, whole.shape, parameters[name].shape)
-            _OwnPart.of(parameters[name]).take(whole)
+            OwnPart.of(parameters[name]).take(whole)
         return list(made)
 
     def _fill_rows(self, recipe: Recipe, parameter: nn.Parameter) -> None:
-        own = _OwnPart.of(parameter)
+        own = OwnPart.of(parameter)
         if recipe.conversion is None:
             self._check_shape(recipe.target, self._files.shape(recipe.sources[0][1]), parameter.shape)
         for first, rows in self._pieces(recipe, parameter, own.start, own.stop):
@@ -265,7 +267,7 @@ class UnreadWeights:
 
 
 @dataclass(frozen=True)
-class _OwnPart:
+class OwnPart:
     """This rank's rows of a parameter: all of them if it is not sharded."""
 
     numbers: Tensor
@@ -273,13 +275,19 @@ class _OwnPart:
     """Index of the first row in the whole parameter."""
 
     @classmethod
-    def of(cls, parameter: Tensor) -> _OwnPart:
+    def of(cls, parameter: Tensor) -> OwnPart:
         if not isinstance(parameter, DTensor):
             return cls(parameter.data, 0)
-        assert len(parameter.placements) == 1 and parameter.placements[0].is_shard(0), "FSDP2 shards the rows"
-        num_rows = math.ceil(parameter.shape[0] / parameter.device_mesh.size())
-        start = min(parameter.device_mesh.get_local_rank() * num_rows, parameter.shape[0])
-        return cls(parameter.to_local(), start)
+        start, num_rows, mesh = 0, parameter.shape[0], parameter.device_mesh
+        # FSDP2 divides what expert parallelism, the last dimension, has divided before.
+        for dimension, placement in reversed(list(enumerate(parameter.placements))):
+            if not placement.is_replicate():
+                share = math.ceil(num_rows / mesh.size(dimension))
+                skipped = min(mesh.get_local_rank(dimension) * share, num_rows)
+                start, num_rows = start + skipped, min(share, num_rows - skipped)
+        numbers = parameter.to_local()
+        assert numbers.numel() == num_rows * math.prod(parameter.shape[1:]), "only rows are sharded"
+        return cls(numbers, start)
 
     @property
     def stop(self) -> int:
@@ -322,9 +330,9 @@ def _make_adapter(parameters: dict[str, nn.Parameter]) -> None:
         if LORA_A in name:
             whole = torch.empty(parameter.shape)
             nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
-            _OwnPart.of(parameter).take(whole)
+            OwnPart.of(parameter).take(whole)
         else:
-            _OwnPart.of(parameter).numbers.zero_()
+            OwnPart.of(parameter).numbers.zero_()
 
 
 def _keep_in_float32(lm: Any, dtype: torch.dtype) -> None:
@@ -496,13 +504,18 @@ def prepare_for_training(
         if learner.compile:
             # Recomputed activations live for one layer's backward pass only, so keeping fewer of them saves nothing.
             kept = 1.0 if is_recomputed else learner.activation_memory
-            layer.forward = torch.compile(layer.forward, backend=compiler_keeping(kept))
+            # The compiler does not see FSDP2's hooks inside of a layer, such as those of experts that ranks share.
+            has_hooks = learner.expert_parallel > 1
+            for part in [part for part in layer.children() if not find_experts(part)] if has_hooks else [layer]:
+                part.forward = torch.compile(part.forward, backend=compiler_keeping(kept))
         if is_recomputed:
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    offload = host_policy(learner.keeps_weights_on_host, is_cuda=is_cuda)
+    offload, kind = host_policy(learner.keeps_weights_on_host, is_cuda=is_cuda), "cuda" if is_cuda else "cpu"
+    require_experts(model.lm, learner.expert_parallel)
+    meshes = dense_mesh(learner.shard_size, kind), expert_mesh(learner.expert_parallel, learner.shard_size, kind)
     # On a CPU the memory that resharding saves is not worth gathering the weights twice.
-    shard(model, reshard_after_forward=is_cuda, precision=precision, offload=offload)
+    shard(model, reshard_after_forward=is_cuda, precision=precision, offload=offload, meshes=meshes)
 
 
 def shard(
@@ -511,10 +524,12 @@ def shard(
     reshard_after_forward: bool = True,
     precision: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  # frozen
     offload: OffloadPolicy = OffloadPolicy(),  # noqa: B008  # frozen
+    meshes: tuple[DeviceMesh | None, DeviceMesh | None] = (None, None),
 ) -> None:
     """Apply FSDP2 over the default process group: to each decoder layer, then to the root with the remaining weights.
-    With a single rank the model stays as it is, unless its weights must be cast or offloaded. Quantized weights stay as
-    they are too: every rank has all of them."""
+    `meshes` are those of the dense weights and of the experts, where they are not all ranks. With a single rank the
+    model stays as it is, unless its weights must be cast or offloaded. Quantized weights stay as they are too: every
+    rank has all of them."""
     if is_quantized(model):
         return
     types = {parameter.dtype for parameter in model.parameters()}
@@ -524,10 +539,15 @@ def shard(
         and offload == OffloadPolicy()
     ):
         return
-    layers = list(decoder_layers(model.lm)[1])
-    for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
-    fully_shard(model, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload)
+    dense, of_experts = meshes
+    apply = partial(
+        fully_shard, reshard_after_forward=reshard_after_forward, mp_policy=precision, offload_policy=offload
+    )
+    for layer in decoder_layers(model.lm)[1]:
+        if of_experts is not None:
+            shard_experts(layer, of_experts, partial(apply, mp_policy=replace(precision, cast_forward_inputs=False)))
+        apply(layer, mesh=dense)
+    apply(model, mesh=dense)
 
 
 def host_policy(offload: bool, *, is_cuda: bool) -> OffloadPolicy:

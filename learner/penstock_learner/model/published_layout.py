@@ -18,13 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from penstock.errors import ConfigError
 from penstock.weights.folder_tensors import is_head, language_fields, read_json, tensor_shapes
 from penstock.weights.transports import A_SUFFIX, B_SUFFIX
 from penstock_learner.model.causal_lm import CausalLM
-from penstock_learner.model.loading import LORA_A, decoder_layers, is_adapter, make_lm, split_conversions
+from penstock_learner.model.loading import (
+    LORA_A,
+    LORA_B,
+    OwnPart,
+    decoder_layers,
+    is_adapter,
+    make_lm,
+    split_conversions,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -52,7 +60,7 @@ class PushedWeights:
     """The weights of a model as a push sends them. Made once: finding names and places takes longer than gathering."""
 
     def __init__(self, model: CausalLM) -> None:
-        self._lm = model.lm
+        self._model = model
         self._units = [_unit(model, module, own) for module, own in sharded_units(model.lm)]
         self.shapes = [pair for unit in self._units for pair in unit.shapes.items()]
         """Name and full shape of every tensor that `gathered` yields, in the same order."""
@@ -76,30 +84,30 @@ class PushedWeights:
                     tensors = unit.tensors
                     yield from ((new, _whole(tensors[own], dtype)) for new, own in unit.own_names.items())
             else:
-                unit.sharded.unshard()
-                yield from self._published(unit, unit.tensors)
-                unit.sharded.reshard()
+                for part in _sharded_parts(unit.sharded):
+                    part.unshard()
+                yield from self._published(unit, {name: full_weight(tensor) for name, tensor in unit.tensors.items()})
+                for part in _sharded_parts(unit.sharded):
+                    part.reshard()
 
     @torch.no_grad()
     def load(self, weight_of: Callable[[str], Tensor]) -> None:
         """Copy full weights into the model: each rank takes its shard. This is a collective."""
         for unit in self._units:
-            if isinstance(unit.sharded, FSDPModule):
-                unit.sharded.reshard()
+            for part in _sharded_parts(unit.sharded):
+                part.reshard()
             if unit.own_names is None:
-                whole = from_published(self._lm, {name: weight_of(name) for name in unit.shapes})
+                published = {name: weight_of(name) for name in unit.shapes}
+                whole = _from_published_unit(self._model, unit.tensors, published)
             else:
                 whole = {own: weight_of(name) for name, own in unit.own_names.items()}
             for name, tensor in unit.tensors.items():
-                weight = whole.pop(name).to(tensor.dtype)
-                if isinstance(tensor, DTensor):
-                    weight = distribute_tensor(weight, tensor.device_mesh, tensor.placements)
-                tensor.copy_(weight)
+                OwnPart.of(tensor).take(whole.pop(name))
 
     def _published(self, unit: _Unit, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors of one unit under the names, and in the form, in which they are pushed."""
         if unit.own_names is None:
-            yield from to_published(self._lm, tensors).items()
+            yield from _to_published_unit(self._model, tensors).items()
         else:
             yield from ((name, tensors[own]) for name, own in unit.own_names.items())
 
@@ -110,15 +118,19 @@ def _unit(model: CausalLM, module: nn.Module, own: Iterable[tuple[str, Tensor]])
     for name in tensors:
         owner, _, attribute = name.rpartition(".")
         places[name] = (model.lm.get_submodule(owner), attribute)
-    if model.adapted is None:
-        shapes, new_names = published_shapes(model.lm, tensors.items()), published_names(model.lm, tensors)
-    else:
-        new_names = {name: pushed_name(model.adapted, name) for name in tensors}
-        shapes = {new_names[name]: tuple(tensor.shape) for name, tensor in tensors.items()}
-    renamed = {new: name for name, new in new_names.items()}
-    own_names = {new: renamed[new] for new in shapes} if renamed.keys() == shapes.keys() else None
+    placeholders = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    published = _to_published_unit(model, placeholders)
+    shapes = {name: tuple(tensor.shape) for name, tensor in published.items()}
+    names = {id(placeholder): name for name, placeholder in placeholders.items()}
+    own_names = {new: names[id(tensor)] for new, tensor in published.items() if id(tensor) in names}
     is_root = module is model.lm
-    return _Unit(model if is_root else module, is_root, places, shapes, own_names)
+    is_same = len(own_names) == len(published) == len(tensors)
+    return _Unit(model if is_root else module, is_root, places, shapes, own_names if is_same else None)
+
+
+def _sharded_parts(module: nn.Module) -> list[FSDPModule]:
+    """The module and what is in it, as far as FSDP2 gathers them separately: a layer, and experts that ranks share."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def _exact_names(model: CausalLM) -> frozenset[str]:
@@ -139,11 +151,95 @@ def full_weight(parameter: Tensor) -> Tensor:
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
-def pushed_name(adapted: dict[str, str], name: str) -> str:
-    """The name of an adapter's matrix as rollout servers know it: that of the weight in the folder, with a suffix, as
-    `model.layers.0.mlp.up_proj.weight.lora_A`."""
-    weight = f"{name.partition('.lora_')[0]}.weight"
-    return adapted[weight] + (A_SUFFIX if LORA_A in name else B_SUFFIX)
+def _to_published_unit(model: CausalLM, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Convert the tensors of a layer, or of its adapter, to what is pushed of them."""
+    if model.adapted is None:
+        return to_published(model.lm, tensors)
+    published: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        weight, suffix = adapted_weight(model.lm, name), A_SUFFIX if LORA_A in name else B_SUFFIX
+        if weight in model.adapted:
+            published[model.adapted[weight] + suffix] = tensor
+        elif suffix == A_SUFFIX:
+            up = tensors[name.replace(LORA_A, LORA_B)]
+            published |= published_factors(model.lm, weight, *expert_factors(model.lm, weight, tensor, up))
+    return published
+
+
+def _from_published_unit(
+    model: CausalLM, tensors: Mapping[str, Tensor], published: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The inverse, for tensors of these names and shapes."""
+    if model.adapted is None:
+        return from_published(model.lm, published)
+    own: dict[str, Tensor] = {}
+    lows, ups = (
+        from_published(model.lm, {name.removesuffix(end): published[name] for name in published if name.endswith(end)})
+        for end in (A_SUFFIX, B_SUFFIX)
+    )
+    for name, tensor in tensors.items():
+        weight = adapted_weight(model.lm, name)
+        if weight in model.adapted:
+            own[name] = published[model.adapted[weight] + (A_SUFFIX if LORA_A in name else B_SUFFIX)]
+        elif _is_transposed(model.lm, weight):
+            turned = ups[weight] if LORA_A in name else lows[weight]
+            own[name] = _as_peft(turned.transpose(1, 2), tensor, is_up=LORA_B in name)
+        else:
+            own[name] = _as_peft((lows if LORA_A in name else ups)[weight], tensor, is_up=LORA_B in name)
+    return own
+
+
+# ── adapters of experts: peft has a matrix for all experts of a layer, and a push one for each weight of the folder ──
+
+
+def adapted_weight(lm: Any, name: str) -> str:
+    """The name of the weight that a matrix of an adapter changes."""
+    owner = name.partition(".lora_")[0]
+    return f"{owner.replace('.base_layer', '')}.{getattr(lm.get_submodule(owner), 'parameter_name', 'weight')}"
+
+
+def expert_factors(lm: Any, weight: str, low: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Two factors [experts, rank, in] and [experts, out, rank] of what peft's matrices [experts · rank, in] and
+    [out, rank · experts] add to a fused weight [experts, out, in]."""
+    num_experts = _parameter(lm, weight).shape[0]
+    low, up = low.unflatten(0, (num_experts, -1)), up.unflatten(1, (-1, num_experts)).permute(2, 0, 1)
+    return (up.transpose(1, 2), low.transpose(1, 2)) if _is_transposed(lm, weight) else (low, up)
+
+
+def published_factors(lm: Any, weight: str, low: Tensor, up: Tensor) -> dict[str, Tensor]:
+    """The factors of each tensor of the folder that holds a part of the rows of a fused weight. Each has the same
+    `low`, so it is repeated for all of them, and divided as the weight is."""
+    ups = to_published(lm, {weight: up})
+    num_parts = len(ups) // len(up) if len(ups) > 1 else 1
+    lows = to_published(lm, {weight: low.repeat(1, num_parts, 1)})
+    if len(ups) > 1:  # transformers squeezes what it splits, also a rank of one
+        lows, ups = (
+            {name: part.reshape(-1, whole.shape[2]) for name, part in parts.items()}
+            for parts, whole in ((lows, low), (ups, up))
+        )
+    return {name + A_SUFFIX: lows[name] for name in lows} | {name + B_SUFFIX: ups[name] for name in ups}
+
+
+def _as_peft(factor: Tensor, like: Tensor, *, is_up: bool) -> Tensor:
+    if is_up:
+        return factor.permute(1, 2, 0).reshape(like.shape)
+    return factor[:, : like.shape[0] // len(factor)].reshape(like.shape)
+
+
+def _parameter(lm: Any, weight: str) -> Tensor:
+    """A parameter by its name without an adapter."""
+    module, _, name = weight.rpartition(".")
+    found: Tensor = getattr(_experts_of(lm, module), name)
+    return found
+
+
+def _experts_of(lm: Any, name: str) -> Any:
+    module = lm.get_submodule(name)
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module
+
+
+def _is_transposed(lm: Any, weight: str) -> bool:
+    return bool(_experts_of(lm, weight.rpartition(".")[0]).is_transposed)
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,9 @@ A router scores the experts for each token, takes the `top_k` best, and weights 
 router of transformers chooses with one call of `topk` over [tokens, experts]. A watched router passes that call on to
 here. When it replays, the given experts take the place of the best ones, and their weights still come from the router's
 own scores, with gradient. A replayed token that has no reported experts (-1) keeps the router's own choice.
+
+What a layer replays is one of its arguments, and what its routers did is part of its output. So a layer may be compiled
+and computed again in the backward pass. Hooks around it add the argument and take the part.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from penstock.config.learner import LearnerConfig, RouterConfig
 from penstock.errors import ConfigError
 from penstock_learner.model.attention.packed_layout import ModelInputs
+from penstock_learner.model.loading import decoder_layers
 
 _TOP_K = (torch.topk, Tensor.topk)
 _KINDS = re.compile(r"Router|Gate$|Gating")
@@ -39,8 +43,7 @@ class Router:
     num_experts: int
 
 
-@dataclass(frozen=True)
-class RouterUsage:
+class RouterUsage(NamedTuple):
     """How one router used its experts in a forward pass. Padding does not count."""
 
     counts: Tensor
@@ -81,12 +84,12 @@ def find_routers(lm: Any) -> list[Router]:
 
 
 def watch_routers(lm: Any, learner: LearnerConfig) -> RouterWatch | None:
-    """Watch the routers of a model as `learner.router` says. None for a dense model, and with compiled layers. Raises
-    ConfigError if the settings need routers that the model does not have."""
+    """Watch the routers of a model as `learner.router` says, before its layers are compiled. None for a dense model.
+    Raises ConfigError if the settings need routers that the model does not have."""
     settings, routers = learner.router, find_routers(lm)
     if settings.is_used:
         require_routers(lm, routers, replay=settings.replay)
-    return RouterWatch(routers, settings) if routers and not learner.compile else None
+    return RouterWatch(lm, routers, settings) if routers else None
 
 
 def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
@@ -113,19 +116,26 @@ def require_routers(lm: Any, routers: list[Router], *, replay: bool) -> None:
 class RouterWatch:
     """Watches the routers of one model. It knows how they used their experts in the last forward pass."""
 
-    def __init__(self, routers: list[Router], settings: RouterConfig) -> None:
+    def __init__(self, lm: Any, routers: list[Router], settings: RouterConfig) -> None:
         self.routers = routers
         self.settings = settings
         self._used: list[RouterUsage] = []
         self._counted: Tensor | None = None
-        """[rows] how many tokens a row of a router's input stands for; None if it is one each."""
+        """[rows] how many tokens a row of a router's input stands for. None outside of `forward_of`."""
         self._experts: Tensor | None = None
-        """[tokens, layers, top_k] to replay, also when the backward pass computes layers again."""
-        self._measures = False
-        """Whether routers measure their usage. The backward pass repeats exactly what the forward pass did."""
-        self._is_recording = False
-        for router in routers:
-            router.module.forward = partial(self._route, router, router.module.forward)
+        """[tokens, layers, top_k] to replay."""
+        prefix, layers = decoder_layers(lm)
+        layer: Any
+        for index, layer in enumerate(layers):
+            own = [router for router in routers if router.name.startswith(f"{prefix}.{index}.")]
+            for router in own:
+                router.module.seat = _Seat(router.num_experts, router.logits_index, settings.aux_loss_coefficient > 0)
+                _change(router.module, _watched_router)
+            if own:
+                layer.seats = [router.module.seat for router in own]
+                _change(layer, _watched_layer)
+                layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
+                layer.register_forward_hook(partial(self._leave, own))
 
     @contextmanager
     def forward_of(self, inputs: ModelInputs, *, padded: bool) -> Iterator[None]:
@@ -135,11 +145,10 @@ class RouterWatch:
         if experts is not None and experts.shape[1] <= max(router.layer for router in self.routers):
             experts = None  # the experts of another model
         self._counted, self._experts = _laid_out(inputs, padded, experts)
-        self._measures = self._is_recording = torch.is_grad_enabled()
         try:
             yield
         finally:
-            self._is_recording = False
+            self._counted = self._experts = None
 
     def balance(self) -> Balance | None:
         """How evenly the last forward pass used the experts. None if no router could be watched."""
@@ -154,29 +163,91 @@ class RouterWatch:
         replayed = torch.stack([usage.num_replayed for usage in used]).sum()
         return Balance(loss, counts, replayed / num_rows)
 
-    def _route(self, router: Router, forward: Callable[..., Any], *args: Any, **settings: Any) -> Any:
-        forced = None if self._experts is None else self._experts[:, router.layer].long()
-        choosing = _Choosing(router.num_experts, forced)
-        with choosing:
-            output = forward(*args, **settings)
-        if choosing.chosen is None and self.settings.is_used:
-            raise ConfigError(f"learner.router is set, but {router.name} does not choose by topk; omit it")
-        if choosing.chosen is not None and self._measures:
-            usage = self._usage(output[router.logits_index], choosing)
-            if self._is_recording:
-                self._used.append(usage)
+    def _enter(self, index: int, layer: Any, args: Any, settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self._counted is None:
+            return args, settings
+        forced = None if self._experts is None else self._experts[:, index].long()
+        return args, settings | {"routing": (self._counted, forced)}
+
+    def _leave(self, routers: list[Router], layer: Any, args: Any, output: Any) -> Any:
+        if self._counted is None:
+            return output
+        output, used = output
+        if self.settings.is_used and None in used:
+            name = routers[used.index(None)].name
+            raise ConfigError(f"learner.router is set, but {name} does not choose by topk; omit it")
+        if torch.is_grad_enabled():
+            self._used += [usage for usage in used if usage is not None]
         return output
 
-    def _usage(self, logits: Tensor, choosing: _Choosing) -> RouterUsage:
-        """Computed inside the layer, so that a layer whose activations are recomputed keeps nothing for it."""
-        assert choosing.chosen is not None
-        counted = self._counted
-        counted = torch.ones(len(logits), device=logits.device) if counted is None else counted.float()
-        with torch.set_grad_enabled(self.settings.aux_loss_coefficient > 0):
-            probabilities = (logits.float().softmax(dim=-1) * counted[:, None]).sum(dim=0)
-        counts = torch.zeros(logits.shape[-1], device=logits.device)
-        counts.scatter_add_(0, choosing.chosen.flatten(), counted.repeat_interleave(choosing.chosen.shape[-1]))
-        return RouterUsage(counts, probabilities, (choosing.is_replayed * counted).sum())
+
+# ── inside a layer, which may be compiled ──
+#
+# Layers of a class share their compiled code. It is compiled again for every other value that it reads, so nothing here
+# depends on the number of a layer.
+
+
+@dataclass(eq=False)
+class _Seat:
+    """What a layer hands to one of its routers, and gets from it, while it is computed."""
+
+    num_experts: int
+    logits_index: int
+    has_loss: bool
+    """Whether a loss needs the gradient of the experts' probabilities."""
+    counted: Tensor | None = None
+    forced: Tensor | None = None
+    usage: RouterUsage | None = None
+
+
+def _change(module: Any, make: Callable[[Any], type[Any]]) -> None:
+    kind: Any = type(module)
+    module.__class__ = make(kind)
+
+
+@cache
+def _watched_layer(kind: Any) -> type[Any]:
+    plain = kind.forward
+
+    def forward(self: Any, *args: Any, routing: tuple[Tensor, Tensor | None] | None = None, **settings: Any) -> Any:
+        if routing is None:
+            return plain(self, *args, **settings)
+        for seat in self.seats:
+            seat.counted, seat.forced = routing
+        output = plain(self, *args, **settings)
+        used = [seat.usage for seat in self.seats]
+        for seat in self.seats:
+            seat.counted = seat.forced = seat.usage = None
+        return output, used
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+@cache
+def _watched_router(kind: Any) -> type[Any]:
+    plain = kind.forward
+
+    def forward(self: Any, *args: Any, **settings: Any) -> Any:
+        seat: _Seat = self.seat
+        if seat.counted is None:
+            return plain(self, *args, **settings)
+        choosing = _Choosing(seat.num_experts, seat.forced)
+        with choosing:
+            output = plain(self, *args, **settings)
+        if choosing.chosen is not None:
+            seat.usage = _usage(output[seat.logits_index], choosing, seat.counted, seat.has_loss)
+        return output
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _usage(logits: Tensor, choosing: _Choosing, counted: Tensor, has_loss: bool) -> RouterUsage:
+    assert choosing.chosen is not None
+    scores = logits if has_loss else logits.detach()
+    probabilities = (scores.float().softmax(dim=-1) * counted[:, None]).sum(dim=0)
+    counts = torch.zeros(logits.shape[-1], device=logits.device)
+    counts.scatter_add_(0, choosing.chosen.flatten(), counted.repeat_interleave(choosing.chosen.shape[-1]))
+    return RouterUsage(counts, probabilities, (choosing.is_replayed * counted).sum())
 
 
 class _Choosing(TorchFunctionMode):
@@ -208,26 +279,23 @@ class _Choosing(TorchFunctionMode):
 
 def _usable(forced: Tensor, num_experts: int) -> Tensor:
     """[tokens] whether a row names different experts that exist. An engine reports zeros where it knows nothing."""
-    ordered = forced.sort(dim=-1).values
-    differ = (ordered[:, 1:] != ordered[:, :-1]).all(dim=-1)
-    return differ & (ordered[:, 0] >= 0) & (ordered[:, -1] < num_experts)
+    num_equal = (forced.unsqueeze(2) == forced.unsqueeze(1)).sum(dim=(1, 2))
+    return (num_equal == forced.shape[1]) & (forced.amin(dim=1) >= 0) & (forced.amax(dim=1) < num_experts)
 
 
-def _laid_out(inputs: ModelInputs, padded: bool, experts: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """How many tokens each row of a router's input stands for (None if one), and the experts to replay for it."""
+def _laid_out(inputs: ModelInputs, padded: bool, experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """How many tokens each row of a router's input stands for, and the experts to replay for it."""
     packing = inputs.packing
     if padded:
         is_token = packing.is_token.flatten()
         if experts is not None:
             experts = experts[packing.gather.flatten()].masked_fill(~is_token[:, None, None], _NO_EXPERT)
-        return is_token, experts
-    counts = None if packing.paths is None else packing.paths.counts
+        return is_token.float(), experts
+    num_tokens = len(inputs.token_ids)
+    counts = torch.ones(num_tokens, device=inputs.token_ids.device) if packing.paths is None else packing.paths.counts
     if packing.parallel is None:
         return counts, experts
-    num_tokens = len(inputs.token_ids)
     own = packing.parallel.own(num_tokens)
-    if counts is None:
-        counts = torch.ones(num_tokens, device=inputs.token_ids.device)
     if experts is not None:
         experts = packing.parallel.pad(experts[own], num_tokens, _NO_EXPERT)
     return packing.parallel.pad(counts[own], num_tokens), experts

@@ -105,7 +105,7 @@ def compare_with_plain(
             changed = run(_with_other_last_tokens(batch, vocabulary), False)
             plain = []
             for name in ("eager", *(["sdpa"] if model.lm._supports_sdpa else [])):
-                with _attention(model.lm, name):
+                with _plain(model.lm, name):
                     each = (run(batch.select([index]), True) for index in range(batch.num_sequences))
                     plain.append(torch.cat(list(each)))
     except (TypeError, ValueError, AttributeError, KeyError, IndexError, NotImplementedError, RuntimeError) as error:
@@ -152,13 +152,16 @@ def _runner(
 
 
 @contextmanager
-def _attention(lm: Any, implementation: str) -> Iterator[None]:
-    before = lm.config._attn_implementation
-    lm.set_attn_implementation({"": implementation, "text_config": implementation})
+def _plain(lm: Any, attention: str) -> Iterator[None]:
+    """Inside, transformers computes experts, and attention in one of its ways."""
+    before, experts = lm.config._attn_implementation, lm.get_experts_implementation()
+    lm.set_attn_implementation({"": attention, "text_config": attention})
+    lm.set_experts_implementation(None)
     try:
         yield
     finally:
         lm.set_attn_implementation({"": before, "text_config": before})
+        lm.set_experts_implementation(experts)
 
 
 def _lengths(config: Any) -> list[int]:

@@ -278,8 +278,9 @@ def apply_gradients(
     lr = learning_rate(learner, lr, num_done)
     for group in optimizer.param_groups:
         group["lr"] = lr
-    gradients = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
-    squares = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norms = torch._foreach_norm([local_shard(gradient) for gradient in gradients], 2, dtype=torch.float32)
+    squares = torch.stack(norms).square().sum() / _num_copies(gradients[0])
     sums = torch.stack([squares, (~losses.isfinite()).sum().to(squares)])
     dist.all_reduce(sums)
     if not hold:
@@ -287,6 +288,16 @@ def apply_gradients(
     squared_norm, num_bad = sums.tolist()  # the host waits for the device here, after the step is enqueued
     grad_norm = math.sqrt(squared_norm) if squared_norm >= 0 else math.nan
     return OptimizerStep(grad_norm, lr, skipped=num_bad > 0 or not math.isfinite(grad_norm))
+
+
+def _num_copies(tensor: Tensor) -> int:
+    """The number of ranks that have the same shard of a tensor. It is the same for all weights of a model."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if placement.is_replicate())
 
 
 def _clipping_scale(sums: Tensor, max_norm: float) -> Tensor:

@@ -14,10 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
-import ray
 import torch
 import torch.distributed as dist
-from ray.util import get_current_placement_group, remove_placement_group
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # exported, but not listed
 from torch.profiler import ProfilerActivity, profile
 
@@ -135,6 +133,8 @@ class Rank:
 
     def _end_when_orphaned(self) -> None:
         """Free the resources of this rank's group, which ends its ranks, if no controller calls any more."""
+        from ray.util import get_current_placement_group, remove_placement_group  # a benchmark's ranks need no Ray
+
         while time.monotonic() - self.beat_at < ORPHAN_S:
             time.sleep(1.0)
         logger.warning("no controller has adopted the %s rank in time; it ends", self.role)
@@ -234,7 +234,9 @@ class Rank:
 
     @property
     def node_address(self) -> str:
-        address: str = ray.util.get_node_ip_address()
+        from ray.util import get_node_ip_address
+
+        address: str = get_node_ip_address()
         return address
 
     @property

@@ -45,7 +45,9 @@ class TrainerRank(Rank):
         self.require_parallel(model)
         self.learner = learner = self.config.learner.training_of(self.role)
         """The settings that this role is trained with."""
-        prepare_for_training(model, learner, compute_dtype_of(self.config), is_cuda=self.device.type == "cuda")
+        alone = {} if self.role == "policy" else {"expert_parallel": 1, "shard_size": 0}
+        dtype, is_cuda = compute_dtype_of(self.config), self.device.type == "cuda"
+        prepare_for_training(model, learner.model_copy(update=alone), dtype, is_cuda=is_cuda)
         read_weights(model, self.device, offload=learner.keeps_weights_on_host)
         self.optimizer = make_optimizer(model, learner, lr)
         self.trained: torch.nn.Module = model

@@ -31,9 +31,12 @@ CASES = [
     *(pytest.param("torch", name, marks=pytest.mark.long) for name in SETTINGS if name != "qwen3_moe"),
     *(pytest.param("vllm", name, marks=pytest.mark.long) for name in ("qwen3_moe", "mixtral")),
 ]
+_REFUSED = pytest.mark.xfail(reason="vLLM does not update its experts; check_serves_model refuses it", strict=True)
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "name"), [*CASES, pytest.param("vllm", "gpt_oss", marks=[_REFUSED, pytest.mark.long])]
+)
 async def test_experts_are_updated_in_flight(kind: str, name: str, tmp_path: Path) -> None:
     served = await start_engine(kind, tmp_path, write_model=partial(write_tiny_experts, name))
     try:

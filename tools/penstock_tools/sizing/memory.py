@@ -98,6 +98,9 @@ class Setup:
     """Ranks of the policy that share a sequence."""
     sharing: frozenset[tuple[str, int]] = frozenset()
     """Other roles and how many of their ranks share a sequence, if it is more than one."""
+    expert_parallel: int = 1
+    shard_size: int = 0
+    """Policy ranks among which its weights are divided. 0 means all."""
     logprob_chunk_tokens: int = 2048
     master_bytes: int = 4
     """Bytes of a trained weight, its gradient, and each of Adam's two numbers."""
@@ -137,6 +140,8 @@ class Setup:
                 for name in ("reference", "critic", "reward_model")
                 if (num_sharing := learner.sequence_parallel_of(name)) > 1
             ),
+            expert_parallel=learner.expert_parallel,
+            shard_size=learner.shard_size,
             logprob_chunk_tokens=learner.logprob_chunk_tokens,
             master_bytes=_BYTES[learner.master_dtype],
             compute_bytes=(4 if config.model.dtype == "float32" else 2) if wanted == "auto" else _BYTES[wanted],
@@ -191,11 +196,13 @@ def saved_bytes(uses: Sequence[MemoryUse]) -> float:
     return sum(part.num_bytes for use in uses for part in use.host if part.name == CHECKPOINT_COPY)
 
 
-def layer_width(model: ModelShape, *, compiles: bool, num_sharing: int = 1) -> int:
+def layer_width(model: ModelShape, *, compiles: bool, num_sharing: int = 1, expert_parallel: int = 1) -> int:
     """Numbers per token that a layer keeps for its backward pass: norms, attention, and the feed-forward network.
 
-    Compiled layers fuse the norms and the gate, and keep less. Each expert gets copies of its tokens."""
-    copies = 2 * model.experts.per_token * model.hidden_size if model.experts else 0
+    Compiled layers fuse the norms and the gate, and keep less. Each expert gets copies of its tokens, and ranks that
+    share experts exchange them."""
+    num_copies = 4 if expert_parallel > 1 else 2
+    copies = num_copies * model.experts.per_token * model.hidden_size if model.experts else 0
     norms, gates = (4, 3) if compiles else (8, 4)
     attention = model.shared_attention_size(num_sharing)
     return norms * model.hidden_size + attention + gates * model.active_intermediate_size + copies
@@ -217,6 +224,12 @@ def _counts(model: ModelShape) -> tuple[Count, Count, Count, Count]:
     """The parameters of the model, of its largest layer, of the root and of the embedding."""
     whole, layer = Count("P", model.weights.total), Count("L", model.weights.largest_layer)
     return whole, layer, Count("R", model.weights.root), Count("E", model.embedding_parameters)
+
+
+def _gathered_layer(model: ModelShape, setup: Setup) -> Count:
+    """The parameters of the largest layer that a rank gathers, without the experts that only other ranks compute."""
+    elsewhere = model.experts_of_layer * (1 - 1 / setup.expert_parallel)
+    return Count("(L - experts of other ranks)" if elsewhere else "L", model.weights.largest_layer - elsewhere)
 
 
 def _logits(model: ModelShape, setup: Setup, num_tokens: int, *, has_gradient: bool) -> Size:
@@ -256,14 +269,14 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     there. For a push, units are gathered one after the other and staged: layers, and the embedding and the head each by
     itself. A version may still be sent while the next is gathered.
     """
-    whole, one_layer, in_root, embedding = _counts(model)
+    (whole, whole_layer, in_root, embedding), one_layer = _counts(model), _gathered_layer(model, setup)
     tokens, size, master, hidden = setup.micro_batch_tokens, setup.compute_bytes, setup.master_bytes, model.hidden_size
     # Without FSDP2 the weights are used as they are, and nothing is gathered or reduced.
     is_sharded = num_ranks > 1 or master != size or setup.weights_away
     gathered = size if is_sharded else 0
-    is_whole, is_first = not setup.lora_rank, setup.num_micro_batches == 1
+    is_whole, is_first, num_shards = not setup.lora_rank, setup.num_micro_batches == 1, setup.shard_size or num_ranks
     trained = whole if is_whole else Count("adapter", trained_parameters(model, setup.lora_rank))
-    twice = Count("(1 + 1/N)", 1 + 1 / num_ranks)
+    twice = Count("(1 + 1/N)", 1 + 1 / num_shards)
 
     def unit(count: Count) -> list[Size]:
         """What it takes to gather a unit: the copies of all ranks arrive in a buffer and are then sorted into weights.
@@ -275,10 +288,10 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
         return [sized("gathered unit", count, each=gathered), buffer]
 
     # The state: with an adapter, only it has gradients and moments.
-    weights = sized("weights", whole, each=master, ranks=num_ranks)
-    kept = [weights] if is_whole else [weights, sized("adapter", trained, each=master, ranks=num_ranks)]
-    gradients = sized("gradients", trained, each=master, ranks=num_ranks)
-    adam = sized("Adam", trained, each=2 * master, ranks=num_ranks)
+    weights = sized("weights", whole, each=master, ranks=num_shards)
+    kept = [weights] if is_whole else [weights, sized("adapter", trained, each=master, ranks=num_shards)]
+    gradients = sized("gradients", trained, each=master, ranks=num_shards)
+    adam = sized("Adam", trained, each=2 * master, ranks=num_shards)
     state = [*kept, gradients, adam]
     before = [*kept, adam] if is_first else state
     # The only micro-batch makes the gradients layer by layer, from the last on, and frees the inputs of the layers.
@@ -288,7 +301,9 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     layer_buffer = [sized("buffer of a gathered layer", one_layer, each=gathered)] * (num_ranks > 1)
     head_gradient = [sized("gradient of the head", embedding, each=size)] * (role == "policy" and is_whole)
     num_recomputed = round(model.num_layers * setup.recomputed)
-    width = layer_width(model, compiles=setup.compiles, num_sharing=setup.num_sharing(role))
+    width = layer_width(
+        model, compiles=setup.compiles, num_sharing=setup.num_sharing(role), expert_parallel=setup.expert_parallel
+    )
     kept_width = round((setup.kept if setup.compiles else 1.0) * width)
     inputs = [
         sized("inputs of the layers", tokens, hidden, num_recomputed, each=size),
@@ -309,7 +324,7 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
     ]  # fmt: skip
     end = []
     if is_sharded and is_whole:
-        reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_ranks if is_first else 0)
+        reduced = max(size + REDUCED_BYTES, REDUCED_BYTES * twice.value) - (master / num_shards if is_first else 0)
         end = [Size("gradients of the root that are being reduced", "", reduced * in_root.value)]
 
     def use(phase: Phase, what: str, state: list[Size], others: list[Size], host: Sequence[Size] = ()) -> MemoryUse:
@@ -327,16 +342,19 @@ def _trained_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup)
         use("load", "the self-check", [weights], [root, *layer_buffer, _checked_logits(model, setup)]),
         use("step", "backward pass of a layer", before, [root, *layer, *head_gradient, *inputs]),
         use("step", "backward pass of the first layer",
-            [*before, sized("gradients of the other layers", others, each=master, ranks=num_ranks)],
+            [*before, sized("gradients of the other layers", others, each=master, ranks=num_shards)],
             [root, *layer, *head_gradient]),
         use("step", "end of the backward pass", state, end),
-        use("step", "the update", state, _bucket(trained.value / num_ranks, setup)),
+        use("step", "the update", state, _bucket(trained.value / num_shards, setup)),
         use("step", "a checkpoint is written", state, [],
             [Size(CHECKPOINT_COPY, "weights and Adam", total([*kept, adam]))]),
     ]  # fmt: skip
     if role == "policy":
         alone = sized("gathered embedding", embedding, each=gathered, copies=twice if num_ranks > 1 else 1)
-        experts = [sized("its experts, one by one", one_layer, each=size)] * (model.experts is not None and is_whole)
+        experts = [
+            *[sized("its experts, one by one", whole_layer, each=size)] * (model.experts is not None and is_whole),
+            *[Size("experts of all ranks", "", size * model.experts_of_layer)] * (setup.expert_parallel > 1),
+        ]
         largest = max([alone], [*unit(one_layer), *experts], key=total)
         uses += [
             use("step", "logits", before, [root, *logits, *inputs]),
@@ -381,6 +399,8 @@ def role_memory(role: Role, model: ModelShape, num_ranks: int, setup: Setup) -> 
     if role == "reference" and setup.lora_rank and setup.policy_is_reference:
         return []
     setup = replace(setup, micro_batch_tokens=setup.tokens_of(role), lora_rank=setup.lora_rank_of(role))
+    if role != "policy":
+        setup = replace(setup, expert_parallel=1, shard_size=0)
     shape = model if role in ("policy", "reference") else model.without_head()
     uses = (_trained_memory if role in ("policy", "critic") else _frozen_memory)(role, shape, num_ranks, setup)
     context, process = Size(CONTEXT, "", CONTEXT_BYTES), Size(PROCESS, "", PROCESS_BYTES)

@@ -79,6 +79,11 @@ class ModelShape:
         return Counted(attention + max(mixture, dense), root, layers + root, num_mixtures * routed)
 
     @property
+    def experts_of_layer(self) -> float:
+        """Weights of the experts of one layer that a router chooses from."""
+        return self.weights.experts / (self.num_layers - self.experts.num_dense_layers) if self.experts else 0.0
+
+    @property
     def embedding_parameters(self) -> int:
         """Parameters of the embedding. The head has as many."""
         return self.vocabulary_size * self.hidden_size

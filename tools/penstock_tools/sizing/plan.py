@@ -62,6 +62,8 @@ def task_of(config: RunConfig, gpu: Gpu, means: Mapping[str, int], *, is_padded:
         raise ConfigError(
             "--gpus cannot place the roles of learner.roles: their memory is not known; use --config alone"
         )
+    if learner.expert_parallel > 1 or learner.shard_size:
+        raise ConfigError("--gpus cannot choose learner.expert_parallel and learner.shard_size; use --config alone")
     longest_prompt = config.rollout.prompt.max_tokens or max(1, engine.max_model_len - dataset.max_tokens)
     needed = learner.needed_roles.keys() | ({"reference"} if learner.policy_is_reference else set())
     shapes = {role: find_shape(_model_of(config, getattr(learner, role))) for role in ROLES if role in needed}
@@ -257,8 +259,11 @@ def _memory(config: RunConfig, name: str, role: RoleConfig) -> list[MemoryUse]:
 
 def checkpoint_bytes(config: RunConfig) -> float:
     """Bytes of one checkpoint: weights and Adam's state of every trained model."""
-    roles = config.learner.needed_roles.items()
-    return sum(role.num_ranks * saved_bytes(_memory(config, name, role)) for name, role in roles)
+    learner = config.learner
+    shards = {name: role.num_ranks for name, role in learner.needed_roles.items()}
+    shards["policy"] = learner.shard_size or learner.policy.num_ranks
+    roles = learner.needed_roles.items()
+    return sum(shards[name] * saved_bytes(_memory(config, name, role)) for name, role in roles)
 
 
 def _model_of(config: RunConfig, role: RoleConfig) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 
 from penstock.config.learner import LearnerConfig, RouterConfig
@@ -247,9 +249,44 @@ def test_a_router_that_chooses_in_another_way_is_refused(tmp_path: Path) -> None
         model(ModelInputs.of(_batch(), CPU))
 
 
-def test_compiled_layers_are_not_watched() -> None:
-    with pytest.raises(ConfigError, match="need compile to be false"):
-        validate({"learner": {"compile": True, "router": {"replay": True}}, "model": {"path": "m"}}, "test")
+def _passes(model: CausalLM, batch: SequenceBatch) -> tuple[torch.Tensor, ...]:
+    """Log-probs, gradients, and what the routers did in a forward and backward pass with the auxiliary loss."""
+    model.zero_grad()
+    log_probs, _ = model(ModelInputs.of(batch, CPU))
+    assert model.watch is not None and (balance := model.watch.balance()) is not None
+    (log_probs.sum() + 0.1 * balance.loss).backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    return log_probs.detach(), torch.cat(gradients), balance.counts, balance.replayed_share
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch makes it while it traces an autograd function
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # and this one of a layer's input
+@pytest.mark.parametrize("name", _cases())
+def test_compiled_layers_replay_and_measure_the_same(name: str, tmp_path: Path) -> None:
+    model = _watched(name, tmp_path, replay=True, aux_loss_coefficient=0.1)
+    assert model.watch is not None
+    random, shape = np.random.default_rng(0), (int(_batch().lengths.sum()), NUM_LAYERS, TOP_K)
+    num_experts = model.watch.routers[0].num_experts
+    replayed = random.permuted(np.broadcast_to(np.arange(num_experts), (*shape[:2], num_experts)), axis=2)[..., :TOP_K]
+    batches = [_batch(), _batch(replayed.astype(np.int16))]
+    wanted = [_passes(model, batch) for batch in batches]
+    assert float(wanted[1][3]) > 0.999 and not torch.equal(wanted[0][0], wanted[1][0])
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for index, layer in enumerate(model.lm.model.layers):
+        layer.forward = torch.compile(layer.forward, backend=keep, fullgraph=True)
+        if index < NUM_LAYERS // 2:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    for batch, expected in zip(batches, wanted, strict=True):
+        torch.testing.assert_close(_passes(model, batch), expected)
+    kinds = {(type(layer), *(type(module) for module in layer.modules())) for layer in model.lm.model.layers}
+    windows = {getattr(module, "packed_layer_type", None) for module in model.lm.modules()} - {None}
+    assert len(graphs) <= 2 * len(kinds) * max(len(windows), 1), "layers of a kind share their programs"
 
 
 def test_ranks_that_share_sequences_replay_and_count_every_token_once() -> None:

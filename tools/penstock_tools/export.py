@@ -86,7 +86,7 @@ def write_adapter(lm: Any, base: Path, out: Path, dtype: str) -> None:
     _require_finite(matrices.items(), dtype, out)
     described = lm.peft_config["default"]
     described.base_model_name_or_path, described.task_type = str(base), peft.TaskType.CAUSAL_LM
-    described.target_modules = _shortest_targets(lm)
+    described.target_modules = _shortest_targets(lm, base)
     described.inference_mode = True
     _require_loadable(described, lm)
     with _written_whole(out) as folder:
@@ -109,14 +109,18 @@ def _require_loadable(described: Any, lm: Any) -> None:
         )
 
 
-def _shortest_targets(lm: Any) -> list[str]:
-    """The last parts of the adapted modules' names, as engines expect, or the whole names if others end like them."""
+def _shortest_targets(lm: Any, base: Path) -> list[str]:
+    """The last parts of the adapted modules' names, as engines expect, or the whole names if others end like them, also
+    in the other parts of a composite model in `base`."""
     from peft.tuners.lora import LoraLayer
+
+    from penstock.weights.folder_tensors import other_parts
 
     adapted = {name for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     ends = {name.rpartition(".")[2] for name in adapted}
     inner = tuple(f"{name}." for name in adapted)
-    others = (name for name, _ in lm.named_modules() if name not in adapted and not name.startswith(inner))
+    others = [name for name, _ in lm.named_modules() if name not in adapted and not name.startswith(inner)]
+    others += [name.rpartition(".")[0] for name in other_parts(base)]
     return sorted(adapted if any(name.rpartition(".")[2] in ends for name in others) else ends)
 
 

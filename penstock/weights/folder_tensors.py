@@ -132,10 +132,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
+def vocabulary_size(folder: Path) -> int | None:
+    """The number of tokens that the model has, or None if neither config.json nor its word embedding says so. Composite
+    models may omit it in config.json."""
+    size: int | None = language_fields(read_json(folder / "config.json")).get("vocab_size")
+    if size is None:
+        rows = {name: shape[0] for name, shape in _all_shapes(folder).items() if _WORDS.fullmatch(name)}
+        size = rows[min(rows, key=len)] if rows else None
+    return size
+
+
 def stop_token_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a response: those of generation_config.json, else those of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        eos = read_json(folder / name).get("eos_token_id")
+    config = read_json(folder / "config.json")
+    for fields in (read_json(folder / "generation_config.json"), config, language_fields(config)):
+        eos = fields.get("eos_token_id")
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     return ()

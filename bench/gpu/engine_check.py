@@ -33,7 +33,7 @@ from harness import SMOKE, Bar, Measurement, make_parser, report, report_skipped
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
-from penstock.weights.folder_tensors import is_composite, tensor_shapes
+from penstock.weights.folder_tensors import has_other_parts, tensor_shapes
 from penstock.weights.snapshot import write_snapshot
 from penstock.weights.transports import XXH3_PIECES, TensorShape, build_manifest, host_checksum
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
@@ -124,7 +124,7 @@ class Policy:
         """Load both models from the folder. A cast would round the rotary frequencies too."""
         from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-        kind = AutoModelForMultimodalLM if is_composite(folder) else AutoModelForCausalLM
+        kind = AutoModelForMultimodalLM if has_other_parts(folder) else AutoModelForCausalLM
 
         def load(dtype: str) -> Any:
             return kind.from_pretrained(folder, dtype=dtype).to(device).eval()

@@ -87,7 +87,7 @@ def is_head(name: str) -> bool:
     return name == TIED_HEAD or name.endswith(f".{TIED_HEAD}")
 
 
-def is_composite(folder: Path) -> bool:
+def has_other_parts(folder: Path) -> bool:
     """Whether the folder's model sees or hears besides."""
     config = read_json(folder / "config.json")
     return any(isinstance(config.get(part), dict) for part in _NESTED)
@@ -96,7 +96,7 @@ def is_composite(folder: Path) -> bool:
 def _owns(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], bool]:
     """Tells whether a tensor belongs to the language model, by its name."""
     prefixes = [found[1] for name in shapes if (found := _WORDS.fullmatch(name))]
-    if not prefixes or not is_composite(folder):
+    if not prefixes or not has_other_parts(folder):
         return lambda name: True
     prefix = min(prefixes, key=len)
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.machine import collecting_rarely
-from penstock.weights.folder_tensors import is_composite, read_json
+from penstock.weights.folder_tensors import has_other_parts, read_json
 
 CPU_KV_CACHE_BYTES = 64 << 20
 CONTROL_TIMEOUT_S = 60.0
@@ -164,7 +164,7 @@ def engine_arguments(
         # If the prompt of a seeded request were split over steps, EngineCore would die: a CPU generator has no rewind.
         arguments["enable_chunked_prefill"] = False
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
-    if is_composite(model_path):
+    if has_other_parts(model_path):
         arguments["language_model_only"] = True
     if config.profile_versions:
         arguments["profiler_config"] = {

@@ -84,6 +84,7 @@ def test_every_row_reports_the_experts_of_its_prompt() -> None:
             assert chosen.tolist() == wanted.tolist()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     "name",
     [

@@ -162,7 +162,6 @@ def _open(url: str, field: str) -> tuple[Any, str]:
     return filesystem, str(root).rstrip("/")
 
 
-ANY_FILES = ("*",)
 MARKER = ".penstock-model.json"
 FIELD = "SOURCE"
 LOCK_POLL_S = 0.5
@@ -170,12 +169,11 @@ GGUF_SUFFIXES = (".gguf", ".whl")
 _MD5 = re.compile(r"^[0-9a-f]{32}$")
 
 
-def fetch_model(
-    source: str, target: Path, timeout_s: float, *, verify: bool = False, wanted: tuple[str, ...] = MODEL_FILES
-) -> str:
-    """Make `target` hold the model, or all files if these are `wanted`, and return a sentence that says what was done.
-    `timeout_s` bounds waits for another fetch and for the store. `verify` compares a complete folder with its
-    checksums."""
+def fetch_model(source: str, target: Path, timeout_s: float, *, verify: bool = False, all_files: bool = False) -> str:
+    """Make `target` hold the model, or `all_files` of a folder that need not be one, and return a sentence that says
+    what was done. `timeout_s` bounds waits for another fetch and for the store. `verify` compares a complete folder
+    with its checksums."""
+    wanted = ("*",) if all_files else MODEL_FILES
     target.mkdir(parents=True, exist_ok=True)
     with _locked(target, timeout_s):
         if (known := _read_marker(target, source)) is not None:
@@ -191,17 +189,15 @@ def fetch_model(
                 _download(store, name, info, target / name)
         elif Path(source).is_dir():
             _from_folder(Path(source), target, wanted)
-        elif wanted == MODEL_FILES and Path(source).suffix in GGUF_SUFFIXES and Path(source).is_file():
+        elif not all_files and Path(source).suffix in GGUF_SUFFIXES and Path(source).is_file():
             _write_gguf_folder(Path(source), target)
-        elif wanted == MODEL_FILES and is_hub_id(Path(source)):
+        elif not all_files and is_hub_id(Path(source)):
             local_model(Path(source), FIELD, target=target)
         else:
             models = " nor a Hub id such as Qwen/Qwen2.5-0.5B nor a GGUF file (.gguf or .whl)"
-            raise ConfigError(
-                f"{FIELD} {source} is neither a folder nor an s3:// URL" + (models if wanted == MODEL_FILES else "")
-            )
+            raise ConfigError(f"{FIELD} {source} is neither a folder nor an s3:// URL" + ("" if all_files else models))
         files = _files(target, wanted)
-        if wanted == MODEL_FILES and "config.json" not in files:
+        if not all_files and "config.json" not in files:
             raise ConfigError(f"{FIELD} {source} is not a model: it has no config.json")
         _write_marker(target, source, files)
     num_bytes = sum(file.stat().st_size for file in files.values())

@@ -33,7 +33,7 @@ from harness import SMOKE, Bar, Measurement, make_parser, report, report_skipped
 from penstock.config.rollout import EngineConfig
 from penstock.trajectory import Sampling
 from penstock.v1 import weights_pb2
-from penstock.weights.folder_tensors import is_composite, tensor_shapes
+from penstock.weights.folder_tensors import has_other_parts, tensor_shapes
 from penstock.weights.snapshot import write_snapshot
 from penstock.weights.transports import XXH3_PIECES, TensorShape, build_manifest, host_checksum
 from penstock_rollout.engines.engine import Engine, GenerateRequest, TokenChunk
@@ -53,6 +53,8 @@ SHARPER = 3.0
 """The new version's logits are this many times larger. Then most tokens show their version, even in 8 bits."""
 LESS_SHARP = 1.5
 """The same of the newest version."""
+DELTA_NETS = ("qwen3_5", "qwen3_5_moe")
+"""Composite types with recurrent layers. Their heads and rotary embedding are as published."""
 SECOND = "second update: "
 
 Update = tuple[weights_pb2.AnnounceRequest, list[str]]
@@ -91,17 +93,22 @@ class Size:
         if not composite:
             return Qwen2Config(**sizes)
         head_dim = self.hidden // self.heads
-        if "rope_parameters" in COMPOSITES[composite].get("text_config", {}):
-            third = head_dim // 2 // 3
-            sections = [head_dim // 2 - 2 * third, third, third]
-            sizes["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+        is_delta_net = composite in DELTA_NETS
+        half = head_dim // (8 if is_delta_net else 2)
+        sections = [half - 2 * (half // 3), half // 3, half // 3]
+        rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": sections}
+        if is_delta_net:
+            sizes |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+            sizes["rope_parameters"] = rope | {"partial_rotary_factor": 0.25, "mrope_interleaved": True}
+        elif "rope_parameters" in COMPOSITES[composite].get("text_config", {}):
+            sizes["rope_parameters"] = rope
         config = tiny_config(composite, **sizes, head_dim=head_dim, sliding_window=512)
         config.tie_word_embeddings = True
         return config
 
 
 TINY = Size(
-    hidden=128, layers=2, heads=4, intermediate=256, vocab=512, short=sized(32, 4), long=sized(400, 40)
+    hidden=128, layers=4, heads=4, intermediate=256, vocab=512, short=sized(32, 4), long=sized(400, 40)
 )  # fmt: skip
 
 
@@ -117,7 +124,7 @@ class Policy:
         """Load both models from the folder. A cast would round the rotary frequencies too."""
         from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
-        kind = AutoModelForMultimodalLM if is_composite(folder) else AutoModelForCausalLM
+        kind = AutoModelForMultimodalLM if has_other_parts(folder) else AutoModelForCausalLM
 
         def load(dtype: str) -> Any:
             return kind.from_pretrained(folder, dtype=dtype).to(device).eval()

@@ -87,7 +87,7 @@ def is_head(name: str) -> bool:
     return name == TIED_HEAD or name.endswith(f".{TIED_HEAD}")
 
 
-def is_composite(folder: Path) -> bool:
+def has_other_parts(folder: Path) -> bool:
     """Whether the folder's model sees or hears besides."""
     config = read_json(folder / "config.json")
     return any(isinstance(config.get(part), dict) for part in _NESTED)
@@ -96,7 +96,7 @@ def is_composite(folder: Path) -> bool:
 def _owns(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> Callable[[str], bool]:
     """Tells whether a tensor belongs to the language model, by its name."""
     prefixes = [found[1] for name in shapes if (found := _WORDS.fullmatch(name))]
-    if not prefixes or not is_composite(folder):
+    if not prefixes or not has_other_parts(folder):
         return lambda name: True
     prefix = min(prefixes, key=len)
 
@@ -132,10 +132,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return parsed if isinstance(parsed, dict) else {}
 
 
+def vocabulary_size(folder: Path) -> int | None:
+    """The number of tokens that the model has, or None if neither config.json nor its word embedding says so. Composite
+    models may omit it in config.json."""
+    size: int | None = language_fields(read_json(folder / "config.json")).get("vocab_size")
+    if size is None:
+        rows = {name: shape[0] for name, shape in _all_shapes(folder).items() if _WORDS.fullmatch(name)}
+        size = rows[min(rows, key=len)] if rows else None
+    return size
+
+
 def stop_token_ids(folder: Path) -> tuple[int, ...]:
     """Return the ids that end a response: those of generation_config.json, else those of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        eos = read_json(folder / name).get("eos_token_id")
+    config = read_json(folder / "config.json")
+    for fields in (read_json(folder / "generation_config.json"), config, language_fields(config)):
+        eos = fields.get("eos_token_id")
         if eos is not None:
             return tuple(eos) if isinstance(eos, list) else (eos,)
     return ()

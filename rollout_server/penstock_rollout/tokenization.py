@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from penstock.api.conversion import parse_json
 from penstock.config.rollout import PromptConfig
 from penstock.errors import ConfigError, InvalidInput, PromptTooLong, one_line
 from penstock.trajectory import Prompt
-from penstock.weights.folder_tensors import stop_token_ids
+from penstock.weights.folder_tensors import stop_token_ids, vocabulary_size
 from penstock_rollout.metrics import RolloutMetrics
 
 Message = Mapping[str, Any]
@@ -102,7 +101,9 @@ class Tokenization:
         self._fit = fit
         self._template_arguments = dict(template_arguments or {})
         self._explain = explain
-        self._vocab_size = int(json.loads((model_path / "config.json").read_text())["vocab_size"])
+        if (size := vocabulary_size(model_path)) is None:
+            raise ConfigError(f"{model_path}/config.json does not say how many tokens the model has; add vocab_size")
+        self._vocab_size = size
         self.stop_ids = frozenset(stop_token_ids(model_path))
         """Ids that end a turn. Engines keep the sampled stop token as the last token of a turn."""
         self._closing: dict[str, bool] = {}

@@ -210,10 +210,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 _COMPOSITES = """
     aria deepseek_vl ernie4_5_vl_moe exaone4_5 fun_asr_nano fuyu gemma3 gemma4 gemma4_unified glm46v glm4v glm4v_moe
     glm5_next glm_ocr glmasr got_ocr2 granite_speech granite_speech_plus hunyuan_vl hyperclovax_vision_v2 idefics2
-    idefics3 internvl kimi_k25 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video llava_onevision minicpmv4_6
-    minicpmv4_7 minimax_m3_vl mistral3 muse_glimmer nemotron_h_omni ovis2 paddleocr_vl paligemma qianfan_ocr qwen2_5_vl
-    qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe qwen4_exp smolvlm step3p7 video_llama_3 video_llava
-    vipllava voxtral
+    idefics3 internvl janus kimi_k25 kosmos-2.5 lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video
+    llava_onevision minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 muse_glimmer nemotron_h_omni ovis2 paddleocr_vl
+    paligemma qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_asr qwen3_vl qwen3_vl_moe qwen4_exp smolvlm
+    step3p7 video_llama_3 video_llava vipllava voxtral
 """
 
 
@@ -242,14 +242,17 @@ COMPOSITES: dict[str, dict[str, dict[str, Any]]] = {name: _OF_COMPOSITES.get(nam
 """Settings of the nested configurations of models that see or hear besides, by model type."""
 
 _UNTRIED = """
-    cohere_compass deepseek_ocr2 deepseek_vl_hybrid emu3 fast_vlm gemma3n granite4_vision inkling_mm_model instructblip
-    instructblipvideo janus kosmos-2 kosmos-2.5 perception_lm qwen2_5_omni_thinker qwen3_omni_moe_thinker vibevoice_asr
+    cohere_compass deepseek_ocr2 deepseek_vl_hybrid emu3 fast_vlm gemma3n granite4_vision inkling_mm_model
+    perception_lm qwen2_5_omni_thinker qwen3_omni_moe_thinker vibevoice_asr
 """
 UNTRIED = frozenset(_UNTRIED.split())
-"""Composite types without a tiny model: some need packages that are not installed. The self-check judges them."""
+"""Composite types without a tiny model, which the self-check judges. fast_vlm, gemma3n and perception_lm need timm and
+torchvision, inkling_mm_model needs scipy, and the thinkers a setting that only the whole model's config has. The parts
+of the others need sizes that fit each other, or are large whatever the config says."""
 _REFUSED = """
-    aya_vision blip blip-2 chameleon cohere2_vision cosmos3_edge cosmos3_omni diffusion_gemma git mllama moshi
-    phi4_multimodal qwen2_5_omni qwen2_audio voxtral_realtime bart t5 whisper bert electra roberta xlnet
+    aya_vision blip blip-2 chameleon cohere2_vision cosmos3_edge cosmos3_omni diffusion_gemma git instructblip
+    instructblipvideo kosmos-2 mllama moshi phi4_multimodal qwen2_5_omni qwen2_audio voxtral_realtime bart t5 whisper
+    bert electra roberta xlnet
 """
 REFUSED = tuple(_REFUSED.split())
 """Model types that are refused: models without a language model that can be trained alone, encoder-decoders, and models

@@ -114,70 +114,78 @@ def take_step(rank: int, num_ranks: int, folder: Path, name: str, settings: dict
 
 def stage_and_restore(rank: int, num_ranks: int, folder: Path, name: str) -> None:
     """A checkpoint holds the state at the moment of staging, whatever happens to the weights while it is written."""
-    config = validate({"model": {"path": str(folder / "model")}, "learner": {"policy": {"num_ranks": num_ranks}}}, "t")
+    trainer, model = trainer_of(rank, num_ranks, folder)
+    optimize(trainer, model, 1.0)
+    trainer.stage(folder / "shards")
+    staged = state_of(trainer, model)
+    for _ in range(3):
+        trainer.optimizer.step()
+    moved = not any(torch.equal(tensor, staged[n]) for n, tensor in weights_of(model).items())
+    trainer.finish_saving()
+    trainer.load_checkpoint(folder / "shards")
+    same = all(torch.equal(tensor, staged[n]) for n, tensor in state_of(trainer, model).items())
+    optimize(trainer, model, -0.5)
+    after = state_of(trainer, model)
+    if rank == 0:
+        save_file({n: staged[n] for n, _ in model.lm.named_parameters()}, folder / f"{name}.safetensors")
+        save_file(after, folder / f"{name}-after.safetensors")
+        (folder / f"{name}.json").write_text(json.dumps({"moved": moved, "same": same}))
+
+
+def resume(rank: int, num_ranks: int, folder: Path, name: str) -> None:
+    """Continue the checkpoint of `stage_and_restore`, by another number of ranks, with the same step."""
+    trainer, model = trainer_of(rank, num_ranks, folder)
+    trainer.load_checkpoint(folder / "shards")
+    optimize(trainer, model, -0.5)
+    save_file(state_of(trainer, model), folder / f"{name}.safetensors")
+
+
+def trainer_of(rank: int, num_ranks: int, folder: Path, offload: str = "none") -> tuple[TrainerRank, CausalLM]:
+    learner = {"policy": {"num_ranks": num_ranks}, "offload": offload}
+    config = validate({"model": {"path": str(folder / "model")}, "learner": learner}, "t")
     trainer = TrainerRank(config, rank, num_ranks)
     trainer.device = CPU
     model = open_model(config.model.path, torch.float32, 16)
     trainer.prepare(model, 1e-3)
+    return trainer, model
+
+
+def optimize(trainer: TrainerRank, model: CausalLM, gradient: float) -> None:
     for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
+        parameter.grad = torch.full_like(parameter, gradient)
     trainer.optimizer.step()
 
-    def state() -> dict[str, torch.Tensor]:
-        moments = {f"{n}.exp_avg": trainer.optimizer.state[p]["exp_avg"] for n, p in model.named_parameters()}
-        return {n: full_weight(t).detach().clone() for n, t in (dict(model.named_parameters()) | moments).items()}
 
-    trainer.stage(folder / "shards")
-    staged = state()
-    for _ in range(3):
-        trainer.optimizer.step()
-    moved = not any(torch.equal(tensor, staged[n]) for n, tensor in state().items())
-    trainer.finish_saving()
-    trainer.load_checkpoint(folder / "shards")
-    same = all(torch.equal(tensor, staged[n]) for n, tensor in state().items())
-    if rank == 0:
-        weights = {n.removeprefix("lm."): t.contiguous() for n, t in staged.items() if not n.endswith("exp_avg")}
-        save_file(weights, folder / f"{name}.safetensors")
-        (folder / f"{name}.json").write_text(json.dumps({"moved": moved, "same": same}))
+def weights_of(model: CausalLM) -> dict[str, torch.Tensor]:
+    return {n: full_weight(p).detach().clone().contiguous() for n, p in model.lm.named_parameters()}
+
+
+def state_of(trainer: TrainerRank, model: CausalLM) -> dict[str, torch.Tensor]:
+    """Weights and moments, whole."""
+    return weights_of(model) | {
+        f"{n}.{moment}": full_weight(trainer.optimizer.state[p][moment]).detach().clone().contiguous()
+        for n, p in model.lm.named_parameters()
+        for moment in ("exp_avg", "exp_avg_sq", "step")
+    }
 
 
 def load_across_offloads(rank: int, num_ranks: int, folder: Path, name: str) -> None:
     """Whether a checkpoint of each kind of offload continues under each: with the same weights and moments."""
-
-    def trainer_of(offload: str) -> tuple[TrainerRank, CausalLM]:
-        learner = {"policy": {"num_ranks": num_ranks}, "offload": offload}
-        trainer = TrainerRank(
-            validate({"model": {"path": str(folder / "model")}, "learner": learner}, "t"), rank, num_ranks
-        )
-        trainer.device = CPU
-        model = open_model(trainer.config.model.path, torch.float32, 16)
-        trainer.prepare(model, 1e-3)
-        return trainer, model
-
-    def step(trainer: TrainerRank, model: CausalLM, gradient: float) -> None:
-        for parameter in model.parameters():
-            parameter.grad = torch.full_like(parameter, gradient)
-        trainer.optimizer.step()
-
-    def state(trainer: TrainerRank, model: CausalLM) -> list[torch.Tensor]:
-        moments = [trainer.optimizer.state[p][n] for p in model.parameters() for n in ("exp_avg", "exp_avg_sq", "step")]
-        return [full_weight(t).detach().clone() for t in (*model.parameters(), *moments)]
-
     said: dict[str, bool] = {}
-    trained = {offload: trainer_of(offload) for offload in ("none", "optimizer", "weights", "all")}
+    trained = {each: trainer_of(rank, num_ranks, folder, each) for each in ("none", "optimizer", "weights", "all")}
     for written, (writer, its_model) in trained.items():
         checkpoint = folder / f"{name}-{written}"
-        step(writer, its_model, 1.0)
+        optimize(writer, its_model, 1.0)
         writer.stage(checkpoint)
         writer.finish_saving()
-        step(writer, its_model, -0.5)
-        expected = state(writer, its_model)
+        optimize(writer, its_model, -0.5)
+        expected = state_of(writer, its_model)
         for read, (reader, model) in trained.items():
-            step(reader, model, 3.0)
+            optimize(reader, model, 3.0)
             reader.load_checkpoint(checkpoint)
-            step(reader, model, -0.5)
-            found = state(reader, model)
-            same = all(map(torch.equal, found, expected))
+            optimize(reader, model, -0.5)
+            found = state_of(reader, model)
+            same = all(torch.equal(tensor, expected[n]) for n, tensor in found.items())
             said[f"{written}, {read}"] = same and isinstance(reader.optimizer, HostAdamW) == (read != "none")
     if rank == 0:
         (folder / f"{name}.json").write_text(json.dumps(said))
@@ -234,6 +242,8 @@ def main() -> None:
             load_across_offloads(rank, num_ranks, folder, name)
         elif ranks == num_ranks and name == "staged":
             stage_and_restore(rank, num_ranks, folder, name)
+        elif ranks == num_ranks and name == "resumed":
+            resume(rank, num_ranks, folder, name)
         elif ranks == num_ranks:
             take_step(rank, num_ranks, folder, name, settings)
     dist.destroy_process_group()

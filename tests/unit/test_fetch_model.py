@@ -140,7 +140,7 @@ def test_all_files_of_a_folder_are_data_and_functions(store: ObjectStore, tmp_pa
     assert (tmp_path / "train.parquet").read_bytes() == WEIGHTS
     assert (tmp_path / "rewards" / "reward.py").read_bytes() == b"def compute_score(): ..."
     with pytest.raises(ConfigError, match="neither a folder nor an s3:// URL$"):
-        fetch_model("own/tiny", tmp_path / "other", TIMEOUT_S, wanted=fetching.ANY_FILES)
+        fetch_model("own/tiny", tmp_path / "other", TIMEOUT_S, all_files=True)
 
 
 def test_a_store_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def write_adapter(lm: Any, base: Path, out: Path, dtype: str) -> None:
     _require_finite(matrices.items(), dtype, out)
     described = lm.peft_config["default"]
     described.base_model_name_or_path, described.task_type = str(base), peft.TaskType.CAUSAL_LM
-    described.target_modules, described.target_parameters = _shortest_targets(lm)
+    described.target_modules, described.target_parameters = _shortest_targets(lm, base)
     described.inference_mode = True
     _require_loadable(described, lm)
     with _written_whole(out) as folder:
@@ -112,18 +112,21 @@ def _require_loadable(described: Any, lm: Any) -> None:
         )
 
 
-def _shortest_targets(lm: Any) -> tuple[list[str], list[str]]:
+def _shortest_targets(lm: Any, base: Path) -> tuple[list[str], list[str]]:
     """The adapted modules, and the adapted weights of experts: the last parts of their names, as engines expect, or the
-    whole names if others end like them."""
+    whole names if others end like them, also in the other parts of a composite model in `base`."""
     from peft.tuners.lora import LoraLayer
+
+    from penstock.weights.folder_tensors import other_parts
 
     adapters = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     weights = {name for name, module in adapters.items() if hasattr(module, "parameter_name")}
-    modules, inner = adapters.keys() - weights, tuple(f"{name}." for name in adapters)
+    modules, inner, others = adapters.keys() - weights, tuple(f"{name}." for name in adapters), set(other_parts(base))
     other_modules = {name for name, _ in lm.named_modules() if name not in adapters and not name.startswith(inner)}
+    other_modules |= {name.rpartition(".")[0] for name in others}
     own = {name.replace(".base_layer", "") for name, _ in lm.named_parameters()}
     fused = {f"{name.replace('.base_layer', '')}.{adapters[name].parameter_name}" for name in weights}
-    return _shortest(modules, other_modules, 1), _shortest(fused, own - fused, 2)
+    return _shortest(modules, other_modules, 1), _shortest(fused, (own | others) - fused, 2)
 
 
 def _shortest(names: Set[str], others: Iterable[str], num_parts: int) -> list[str]:

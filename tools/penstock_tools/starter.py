@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from penstock.cli.parser import Parser, did_you_mean, interruptible, whole_numbe
 from penstock.config.loading import read_config
 from penstock.errors import ConfigError
 from penstock.machine import visible_gpus
+from penstock.weights.folder_tensors import language_fields, read_json
 
 SHARED_UTILIZATION = 0.4
 """Share of the only GPU's memory that the engine takes. The learner has the rest."""
@@ -176,10 +176,9 @@ class Answers:
 def context_of(model: str) -> int:
     """The longest sequence of a model folder, in tokens. A folder that does not say it, or is not here, has 32768."""
     try:
-        fields: dict[str, Any] = json.loads((Path(model) / "config.json").read_text())
+        found = language_fields(read_json(Path(model) / "config.json")).get("max_position_embeddings")
     except (OSError, ValueError):
         return _CONTEXT
-    found = fields.get("max_position_embeddings") or fields.get("text_config", {}).get("max_position_embeddings")
     return found if isinstance(found, int) and found > 8 else _CONTEXT
 
 

@@ -12,12 +12,10 @@ within the call (steps/roles.py).
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import NoReturn
 
 from penstock.cancellation import end_task
@@ -32,6 +30,7 @@ from penstock.store.heartbeats import LEARNER, Heartbeats, Phases
 from penstock.store.notices import Event, Notices
 from penstock.store.reports import LAST_VALIDATION
 from penstock.tracing import Tracing
+from penstock.weights.folder_tensors import vocabulary_size
 from penstock_learner.agreement.servers import LogProbCheck, ServerAgreement, ServerQuarantine
 from penstock_learner.checkpoints import CheckpointStore, CheckpointUploads, tokenizer_digest
 from penstock_learner.loggers.samples import SampleLog
@@ -78,13 +77,6 @@ async def forget_silent_servers(fleet: Fleet, notices: Notices, term: int) -> No
         logger.warning("%s", text)
         await notices.record(Event("server_lost", server_id, text))
     await notices.remove([Event("server_lost", server.server_id, "") for server in await fleet.servers()])
-
-
-def vocabulary_size(model: Path) -> int | None:
-    """The number of tokens that the model has, or None if its config does not say so."""
-    config = json.loads((model / "config.json").read_text())
-    size = config.get("vocab_size", config.get("text_config", {}).get("vocab_size"))
-    return None if size is None else int(size)
 
 
 class LearnerController:

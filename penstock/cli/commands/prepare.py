@@ -75,10 +75,7 @@ def fetch_model(argv: Sequence[str]) -> int:
         "--timeout", type=float, default=3600.0, metavar="S", help="longest wait for another fetch or a store (3600)"
     )
     args = parser.parse_args(argv)
-    from penstock.fetching import ANY_FILES
     from penstock.fetching import fetch_model as fetch
-    from penstock.hub import MODEL_FILES
 
-    wanted = ANY_FILES if args.all_files else MODEL_FILES
-    print(fetch(args.source, args.target.absolute(), args.timeout, verify=args.verify, wanted=wanted))
+    print(fetch(args.source, args.target.absolute(), args.timeout, verify=args.verify, all_files=args.all_files))
     return 0

@@ -18,6 +18,12 @@ from penstock_rollout.engines.vllm.start import PROFILES, is_cpu_build
 logger = logging.getLogger(__name__)
 _NOT_UPDATED_BY_VLLM = ("gpt_oss",)
 _SCORED_BY_SIGMOID = ("deepseek_v3",)
+_UNFIT_TYPES = """
+    axk2 deepseek_v32 deepseek_v4 glm5_next_text glm_moe_dsa hy_v4 inkling_text minimax nemotron_h openai-gpt paligemma
+    qwen4_exp_text recurrent_gemma rwkv xlstm zamba2
+"""
+_UNFIT_FOR_TORCH = frozenset(_UNFIT_TYPES.split())
+"""Types whose forward in transformers is wrong for several rows at once, or keeps its states in a way of its own."""
 
 
 def resolve_engine_name(config: EngineConfig) -> str:
@@ -49,13 +55,20 @@ def check_devices(name: str, config: EngineConfig) -> None:
 
 
 def check_serves_model(name: str, model_path: Path) -> None:
-    """Raise ConfigError if the engine would serve this model with wrong weights or other experts, and say nothing. vLLM
+    """Raise ConfigError if the engine would serve this model with silent errors or die at a request. vLLM
     reloads layer by layer, through each parameter's loader. Its gpt_oss writes experts and sinks past the loaders, into
     parameters that have no memory during a reload: nothing fails, and they keep their values (in 0.32 on a CPU, the
     next forward pass fails). Its deepseek_v3 scores experts by a softmax unless config.json says `sigmoid`, which is
     what the model always uses; transformers omits that in folders that it writes."""
-    config = language_fields(read_json(model_path / "config.json"))
+    whole = read_json(model_path / "config.json")
+    config = language_fields(whole)
     model_type = config.get("model_type")
+    is_unfit = {model_type, whole.get("model_type")} & _UNFIT_FOR_TORCH or config.get("mamba_rms_norm")
+    if name == "torch" and is_unfit:
+        raise ConfigError(
+            f"model.path {model_path} is of type {whole['model_type']}, which the torch engine cannot serve; set "
+            "rollout.engine.name to vllm, or use another model"
+        )
     if name == "vllm" and model_type in _NOT_UPDATED_BY_VLLM:
         raise ConfigError(
             f"model.path {model_path} is of type {model_type}, whose experts vLLM does not update; set "

@@ -145,6 +145,7 @@ class DecodeBatch:
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._products = SmallProducts(model)
         self._cache: Any = None
+        _new_cache(model.config)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -190,9 +191,7 @@ class DecodeBatch:
         return rows
 
     def _prefill(self, rows: list[Row], version: int) -> None:
-        from transformers import DynamicCache
-
-        cache = DynamicCache()
+        cache = _new_cache(self._model.config)
         places: dict[tuple[int, ...], int] = {}  # of every prompt, which the samples of a group have in common
         of_rows = [places.setdefault(tuple(row.tokens), len(places)) for row in rows]
         ids = torch.tensor(list(places), device=self._device)
@@ -206,17 +205,20 @@ class DecodeBatch:
         if len(places) < len(rows):
             chosen = torch.tensor(of_rows, device=self._device)
             logits = logits[chosen]
-            for layer in cache.layers:
-                layer.keys, layer.values = layer.keys[chosen], layer.values[chosen]
+            _keep_rows(cache, chosen, ids.shape[1])
         self._extend(rows, logits, version)
         self.rows += rows
         if self._cache is None:
             self._cache = cache
             return
-        longest = max(self._cache.get_seq_length(), cache.get_seq_length())
+        longest = max(len(row.tokens) for row in self.rows) - 1
         for mine, new in zip(self._cache.layers, cache.layers, strict=True):
-            mine.keys = torch.cat([_left_pad(mine.keys, longest), _left_pad(new.keys, longest)])
-            mine.values = torch.cat([_left_pad(mine.values, longest), _left_pad(new.values, longest)])
+            if getattr(mine, "keys", None) is not None:
+                mine.keys = torch.cat([_left_pad(mine.keys, longest), _left_pad(new.keys, longest)])
+                mine.values = torch.cat([_left_pad(mine.values, longest), _left_pad(new.values, longest)])
+            for states, others in zip(_states(mine), _states(new), strict=True):
+                added = dict(_filled(others))
+                states.update({index: torch.cat([state, added[index]]) for index, state in _filled(states)})
 
     def _extend(self, rows: list[Row], logits: torch.Tensor, version: int) -> None:
         token_ids, log_probs = self._draw(rows, logits.float())
@@ -269,10 +271,48 @@ class DecodeBatch:
             self._cache = None
             return
         longest = max(len(row.tokens) for row in self.rows) - 1
-        chosen = torch.tensor(indices, device=self._device)
-        for layer in self._cache.layers:
-            layer.keys = layer.keys[chosen, :, -longest:]
-            layer.values = layer.values[chosen, :, -longest:]
+        _keep_rows(self._cache, torch.tensor(indices, device=self._device), longest)
+
+
+# ── the cache: keys and values padded on the left, and the states of recurrent layers, which have no length ──
+
+States = dict[int, torch.Tensor | None]
+
+
+def _new_cache(config: Any) -> Any:
+    """An empty cache. Layers with a window keep the keys of the whole sequence, so that all have the same length. A
+    model without attention is refused: transformers gives it another cache."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    cache = DynamicCache(config=config)
+    if not any(map(_states, cache.layers)):
+        return DynamicCache()
+    if not any(hasattr(layer, "keys") for layer in cache.layers):
+        raise ConfigError(
+            f"the torch engine cannot serve a model of type {config.model_type} without attention; set "
+            "rollout.engine.name to vllm, or use another model"
+        )
+    cache.layers = [layer if _states(layer) else DynamicLayer() for layer in cache.layers]
+    return cache
+
+
+def _keep_rows(cache: Any, rows: torch.Tensor, longest: int) -> None:
+    """Keep these rows, and as much of their keys as the longest one needs."""
+    for layer in cache.layers:
+        if getattr(layer, "keys", None) is not None:
+            layer.keys, layer.values = layer.keys[rows, :, -longest:], layer.values[rows, :, -longest:]
+        for states in _states(layer):
+            states.update({index: state[rows] for index, state in _filled(states)})
+
+
+def _states(layer: Any) -> list[States]:
+    """The states of a recurrent layer, by their number."""
+    return [layer.conv_states, layer.recurrent_states] if hasattr(layer, "conv_states") else []
+
+
+def _filled(states: States) -> list[tuple[int, torch.Tensor]]:
+    return [(index, state) for index, state in states.items() if state is not None]
 
 
 def _left_pad(states: torch.Tensor, length: int) -> torch.Tensor:

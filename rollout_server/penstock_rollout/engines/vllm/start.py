@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from penstock.config.rollout import EngineConfig
 from penstock.errors import ConfigError, Unavailable
 from penstock.machine import collecting_rarely
-from penstock.weights.folder_tensors import is_composite, read_json
+from penstock.weights.folder_tensors import has_other_parts, read_json
 
 CPU_KV_CACHE_BYTES = 64 << 20
 CONTROL_TIMEOUT_S = 60.0
@@ -101,16 +101,17 @@ def preload(architectures: Sequence[str]) -> str:
     try:
         for module in (*_MODULES, *_WORKERS[is_cpu_build()]):
             importlib.import_module(module)
+        _note_model_class(architectures)
     except Exception as error:
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    _note_model_class(architectures)
     return ""
 
 
 def _note_model_class(architectures: Sequence[str]) -> None:
     """Import the model's class and note what it is in vLLM's cache, where the server's vLLM looks first. vLLM would
     start a process for this, so that the server does not use CUDA; call this in a process that may. If it fails, the
-    server's vLLM does it in its own way, and says what is wrong with the model."""
+    server's vLLM does it in its own way, and says what is wrong with the model, except that a package is missing:
+    raises ModuleNotFoundError."""
     try:
         from vllm.model_executor.models import registry
 
@@ -123,6 +124,8 @@ def _note_model_class(architectures: Sequence[str]) -> None:
                     model.load_model_cls()
         finally:
             registry._run_in_subprocess = in_process
+    except ModuleNotFoundError:
+        raise
     except Exception as error:
         print(f"the class of {', '.join(architectures)} was not imported ahead: {error}", file=sys.stderr)
 
@@ -161,7 +164,7 @@ def engine_arguments(
         # If the prompt of a seeded request were split over steps, EngineCore would die: a CPU generator has no rewind.
         arguments["enable_chunked_prefill"] = False
         arguments["kv_cache_memory_bytes"] = config.kv_cache_bytes or CPU_KV_CACHE_BYTES
-    if is_composite(model_path):
+    if has_other_parts(model_path):
         arguments["language_model_only"] = True
     if config.profile_versions:
         arguments["profiler_config"] = {
@@ -188,8 +191,12 @@ def create_llm(
     prepare_environment()
     start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     with collecting_rarely():
-        if is_cpu_build() and start_method == "fork":  # then EngineCore need not import it
-            preload(architectures_of(Path(arguments["model"])))
+        is_forked = is_cpu_build() and start_method == "fork"  # then EngineCore need not import it
+        if is_forked and (problem := preload(architectures_of(Path(arguments["model"])))):
+            raise ConfigError(
+                f"vLLM cannot serve {arguments['model']} ({problem}); install what is missing, or set "
+                "rollout.engine.name to torch"
+            )
         from vllm.config import StructuredOutputsConfig
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -199,7 +206,10 @@ def create_llm(
         # Not as a dict: vLLM sets its attributes if `extra` names a reasoning parser.
         constraints = StructuredOutputsConfig(**arguments["structured_outputs_config"])
         arguments = arguments | {"structured_outputs_config": constraints}
-        vllm_config = AsyncEngineArgs(**arguments).create_engine_config()
+        engine_args = AsyncEngineArgs(**arguments)
+        if is_cpu_build():
+            _fit_recurrent_layers(engine_args)
+        vllm_config = engine_args.create_engine_config()
     except (ValueError, TypeError) as error:
         raise ConfigError(f"vLLM refuses rollout.engine: {_first_sentence(error)}; correct it") from error
     _check_flips(arguments, vllm_config)
@@ -215,6 +225,21 @@ def create_llm(
         raise Unavailable(
             f"vLLM did not start ({_first_sentence(error)}); its own lines in the log say why, often too little memory"
         ) from error
+
+
+def _fit_recurrent_layers(engine_args: Any) -> None:
+    """Cache no prefixes of a hybrid model on a CPU: vLLM caches states only if it may split prompts over steps. Raises
+    ConfigError for gated delta nets in another type than bfloat16, with which EngineCore would die at a request."""
+    model = engine_args.create_model_config()
+    if not model.is_hybrid:
+        return
+    if not engine_args.enable_chunked_prefill:
+        engine_args.enable_prefix_caching = False
+    if hasattr(model.hf_text_config, "linear_key_head_dim") and str(model.dtype) != "torch.bfloat16":
+        raise ConfigError(
+            f"vLLM computes the gated delta nets of {engine_args.model} in bfloat16 only on a CPU; set model.dtype to "
+            "bfloat16, or rollout.engine.name to torch"
+        )
 
 
 def _check_flips(arguments: dict[str, Any], config: Any) -> None:

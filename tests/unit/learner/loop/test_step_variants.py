@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from penstock.cli.main import main as cli
 from penstock_learner.checkpoints import TRAINER_FILE, write_manifest
@@ -176,13 +176,42 @@ def test_a_rank_reads_its_part_of_the_weights_and_nothing_else(folder: Path, ran
         assert 0.3 < share_read < 0.7, f"{case}: two ranks read half each, except for a row that cannot be halved"
 
 
-def test_an_exported_checkpoint_of_two_ranks_loads_in_transformers(folder: Path, tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
+def exported(folder: Path, out: Path) -> list[str]:
+    """Export the checkpoint of `folder`. Returns the words of the command."""
+    config = folder / "run.yaml"
     config.write_text(f"model: {{path: {folder / 'model'}}}")
     (folder / "shards" / TRAINER_FILE).write_text(json.dumps(asdict(TrainerState())))
     write_manifest(folder / "shards", {})
-    words = ["export", "--config", str(config), "--checkpoint", str(folder / "shards"), "--out", str(tmp_path / "out")]
+    words = ["export", "--config", str(config), "--checkpoint", str(folder / "shards"), "--out", str(out)]
     assert cli(words) == 0
+    return words
+
+
+def test_a_composite_model_is_trained_by_ranks_of_any_number_and_exported_whole(tmp_path: Path) -> None:
+    model: Any = tiny_model("qwen3_5")
+    model.save_pretrained(tmp_path / "model")
+    two: dict[str, tuple[int, dict[str, Any]]] = {"two ranks": (2, {}), "staged": (2, {})}
+    (tmp_path / "cases.json").write_text(json.dumps({"one rank": (1, {}), **two}))
+    run_ranks(tmp_path, [(0, 1), (0, 2), (1, 2)])
+    assert_same(read_step(tmp_path, "two ranks"), read_step(tmp_path, "one rank"))
+    (tmp_path / "cases.json").write_text(json.dumps({"resumed": (1, {})}))
+    run_ranks(tmp_path, [(0, 1)])
+    resumed, expected = (load_file(tmp_path / f"{name}.safetensors") for name in ("resumed", "staged-after"))
+    assert resumed.keys() == expected.keys()
+    assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
+    exported(tmp_path, tmp_path / "out")
+    whole, report = AutoModelForMultimodalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    trained, loaded, before = load_file(tmp_path / "staged.safetensors"), whole.state_dict(), model.state_dict()
+    others = before.keys() - trained.keys()
+    assert any("visual" in name for name in others) and not any("visual" in name for name in trained)
+    assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
+    assert all(torch.equal(loaded[name], before[name]) for name in others)
+    assert not any(torch.equal(weight, before[name]) for name, weight in trained.items())
+
+
+def test_an_exported_checkpoint_of_two_ranks_loads_in_transformers(folder: Path, tmp_path: Path) -> None:
+    words = exported(folder, tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     expected = load_file(folder / "staged.safetensors")
     assert expected and all(torch.equal(loaded[name], weight) for name, weight in expected.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMultimodalLM
 
 from penstock.config.learner import LoraConfig
-from penstock.weights.folder_tensors import other_parts, tensor_shapes
+from penstock.weights.folder_tensors import other_parts, stop_token_ids, tensor_shapes, vocabulary_size
 from penstock.weights.transports import check_adapter
 from penstock_learner.model.adapter import add_adapter
 from penstock_learner.model.architectures import path_of
@@ -19,10 +20,11 @@ from penstock_learner.model.causal_lm import CausalLM, load_model
 from penstock_learner.model.published_layout import PushedWeights, fit_to_folder, model_without_weights
 from penstock_learner.model.self_check import compare_with_plain
 from penstock_rollout.engines.torch import engine as torch_engine
+from penstock_rollout.tokenization import Tokenization
 from penstock_tools.export import write_folder
 from penstock_tools.sizing.models import find_shape
 from support.tiny_architectures import tiny_model
-from support.tiny_models import load_scalar_model
+from support.tiny_models import load_scalar_model, write_tokenizer
 
 CPU = torch.device("cpu")
 IDS = torch.tensor([[5, 9, 33, 4, 71, 20, 8, 15, 40, 12, 3, 66]])
@@ -116,3 +118,15 @@ def test_a_plan_counts_the_language_model_alone(tmp_path: Path) -> None:
     model = load_model(tmp_path, torch.float32, 16)
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert (shape.num_layers, shape.hidden_size, shape.vocabulary_size) == (4, 32, 96)
+
+
+def test_a_server_finds_what_the_config_nests_or_omits(tmp_path: Path) -> None:
+    tiny_model("gemma3").save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, 96)
+    (tmp_path / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "vocab_size" not in config
+    assert Tokenization(tmp_path).stop_ids == {2} == set(stop_token_ids(tmp_path))
+    for text in (config["text_config"], config["text_config"] | {"vocab_size": None}):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+        assert vocabulary_size(tmp_path) == 96

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from penstock.config.learner import LoraConfig
 from penstock.errors import ConfigError, TrainingDiverged
@@ -58,6 +58,31 @@ def test_peft_loads_the_adapter_and_computes_as_the_merged_model(
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, merged(tokens).logits, rtol=1e-4, atol=1e-4)
     assert (loaded(tokens).logits - before).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("qwen3_5", marks=pytest.mark.long)])
+def test_peft_adds_the_adapter_to_the_language_model_of_a_composite_one_alone(name: str, tmp_path: Path) -> None:
+    """The vision tower of Gemma 3 has modules of the same names."""
+    from peft import PeftModel
+
+    folder = tmp_path / "model"
+    tiny_model(name).save_pretrained(folder)
+    model = adapted(LoraConfig(rank=2, alpha=4), folder)
+    write_adapter(model.lm, folder, tmp_path / "adapter", "float32")
+    matrices = {key for key, _ in model.lm.named_parameters() if ".lora_" in key}
+    merge_adapter(model.lm)
+    plain = AutoModelForMultimodalLM.from_pretrained(folder)
+    for lm in (plain, model.lm):
+        lm.set_attn_implementation({"": "eager", "text_config": "eager"})
+    loaded = PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
+    assert {key for key, _ in plain.named_parameters() if ".lora_" in key} == matrices
+    tokens = torch.tensor([[3, 5, 7, 9]])
+    with torch.no_grad(), loaded.disable_adapter():
+        before = loaded(input_ids=tokens).logits
+    with torch.no_grad():
+        found = loaded(input_ids=tokens).logits
+        torch.testing.assert_close(found, model.lm(input_ids=tokens).logits, rtol=1e-4, atol=1e-4)
+    assert (found - before).abs().max() > 0.1
 
 
 def test_an_adapter_that_is_not_finite_is_not_written(tmp_path: Path) -> None:

@@ -415,7 +415,7 @@ class LearnerConfig(Config):
     batch_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that the learner waits for a full batch, not counting the previous step, before it ends with an error."""
     rank_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline, in seconds, of one call to a role's ranks, including their collective operations."""
+    """Deadline of one call to a role's ranks, including their collective operations."""
     peak_flops_per_rank: float = Field(default=0.0, ge=0)
     """Peak FLOP/s of a policy rank's device, for `penstock_learner_mfu_ratio`. 0 means the known value of the GPU."""
     threads_per_rank: int = Field(default=1, ge=1, le=1024)

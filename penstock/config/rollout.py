@@ -18,7 +18,7 @@ class ToolSettings(Config):
     description: str | None = Field(default=None, min_length=1)
     """What the model reads about the tool. None means the tool's own description."""
     max_wait_s: float = Field(default=300.0, gt=0)
-    """How long a call waits for its turn, in seconds, before it fails."""
+    """How long a call waits for its turn, before it fails."""
 
 
 class SandboxLimits(Config):
@@ -46,7 +46,7 @@ class PythonTool(ToolSettings, SandboxLimits):
 
     kind: Literal["python"]
     timeout_s: float = Field(default=10.0, gt=0)
-    """Limit of one program in seconds, of wall-clock and of CPU time."""
+    """Limit of one program, of wall-clock and of CPU time."""
     num_processes: int = Field(default=4, ge=1, le=1024)
     """Maximum number of programs of one rollout server that run at the same time. Further calls wait."""
     output_bytes: int = Field(default=2**20, ge=1)
@@ -64,7 +64,7 @@ class SearchTool(ToolSettings):
     top_k: int = Field(default=3, ge=1)
     """Number of passages for one query."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one search in seconds. Connection errors, 429 and 5xx of a service are retried until then."""
+    """Deadline of one search. Connection errors, 429 and 5xx of a service are retried until then."""
     max_concurrent: int = Field(default=64, ge=1)
     """Maximum number of searches of one rollout server at the same time. Further calls wait."""
 
@@ -96,13 +96,13 @@ class McpServer(Config):
     prefix: str = ""
     """Text in front of the names that the model calls, if the tools of two servers have the same names."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one call in seconds, with the time for a new connection if the old one broke."""
+    """Deadline of one call, with the time for a new connection if the old one broke."""
     connect_timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline for connecting and listing the tools at start, in seconds."""
+    """Deadline for connecting and listing the tools at start."""
     max_concurrent: int = Field(default=64, ge=1)
     """Maximum number of calls of one rollout server at the same time. Further calls wait."""
     max_wait_s: float = Field(default=300.0, gt=0)
-    """How long a call waits for its turn, in seconds, before it fails."""
+    """How long a call waits for its turn, before it fails."""
 
     def refused(self) -> tuple[tuple[object, str], ...]:
         return ((bool(self.command) == (self.url is not None), "give either `command` or `url`"),)
@@ -142,9 +142,9 @@ class AgentsConfig(Config):
     max_calls_per_turn: int = Field(default=8, ge=1)
     """Maximum number of concurrent tool calls in one turn (verl's `max_parallel_calls`). Others are refused."""
     tool_timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline, in seconds, of each call into a tool or an interaction. Built-in tools have their own deadlines."""
+    """Deadline of each call into a tool or an interaction. Built-in tools have their own deadlines."""
     tool_timeouts_s: dict[str, Annotated[float, Field(gt=0)]] = {}
-    """Deadlines, in seconds, of single tools, by their names. They replace `tool_timeout_s`."""
+    """Deadlines of single tools, by their names. They replace `tool_timeout_s`."""
     max_tool_response_chars: int = Field(default=4096, ge=1)
     """Characters that are kept of a longer tool response, with a note (verl's `max_tool_response_length`)."""
     tool_response_keep: Literal["head", "tail", "both"] = "head"
@@ -172,7 +172,7 @@ class RewardSettings(Config):
     """Settings that every kind of reward has."""
 
     timeout_s: float | None = Field(default=None, gt=0)
-    """Deadline of one reward in seconds. None means `rollout.reward.timeout_s`."""
+    """Deadline of one reward. None means `rollout.reward.timeout_s`."""
 
 
 class ExactMatchReward(RewardSettings):
@@ -251,7 +251,7 @@ class CodeReward(RewardSettings, SandboxLimits):
     max_tests: int | None = Field(default=None, ge=1)
     """Maximum number of tests to run, from the first on. None means all."""
     test_timeout_s: float = Field(default=5.0, gt=0)
-    """Limit of one test in seconds, of wall-clock and of CPU time. Tests that `timeout_s` leaves no time for fail."""
+    """Limit of one test, of wall-clock and of CPU time. Tests that `timeout_s` leaves no time for fail."""
     output_bytes: int = Field(default=2**22, ge=1)
     """Maximum output of a test in bytes. A test that prints more fails."""
 
@@ -283,7 +283,7 @@ class RemoteReward(RewardSettings):
     url: str = Field(pattern=r"^https?://")
     """Address that requests are POSTed to."""
     attempt_timeout_s: float = Field(default=10.0, gt=0)
-    """Timeout of one attempt in seconds. Connection errors, 429 and 5xx are retried until the reward's deadline."""
+    """Timeout of one attempt. Connection errors, 429 and 5xx are retried until the reward's deadline."""
     max_concurrent: int = Field(default=64, ge=1)
     """Maximum number of concurrent requests of one rollout server."""
     api_key_file: Path | None = None
@@ -333,7 +333,7 @@ class RewardConfig(Config):
     num_processes: int = Field(default=4, ge=1, le=1024)
     """Maximum number of processes that compute rewards for one server."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Deadline of one reward in seconds, from when a process starts on it. The process is then killed and replaced."""
+    """Deadline of one reward, from when a process starts on it. The process is then killed and replaced."""
     error_value: float = Field(default=0.0, ge=-MAX_REWARD, le=MAX_REWARD)
     """Reward of a sample whose reward failed or timed out (counted in `penstock_reward_errors_total`)."""
     max_failed_share: float | None = Field(default=1.0, gt=0, le=1)
@@ -404,7 +404,7 @@ class RolloutConfig(Config):
     prompt_timeout_s: float = Field(default=600.0, gt=0)
     """Seconds after which a server returns a prompt to the queue, as one failure (`replay.max_attempts`)."""
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """Deadline for loading the model, in seconds."""
+    """Deadline for loading the model."""
     agents: AgentsConfig = AgentsConfig()
     tool_parser: str = ""
     """Parser of tool calls in answers to clients: one of vLLM's tool parsers, such as `qwen3_coder`, or a format of

@@ -38,7 +38,7 @@ class WeightsConfig(Config):
     """Seconds that a rollout server has to answer the announcement or abort of a push before it is evicted, or 5 s if
     it cannot be reached; it then catches up alone."""
     push_timeout_s: float = Field(default=120.0, gt=0)
-    """Deadline of a push, in seconds, from the first bucket to the last commit."""
+    """Deadline of a push, from the first bucket to the last commit."""
     snapshot_every_steps: int = Field(default=50, ge=1)
     """Number of steps between snapshots: versions as safetensors files, which late servers and rewinds load."""
     keep_snapshots: int = Field(default=2, ge=1)
@@ -56,7 +56,7 @@ class TracingConfig(Config):
     sample_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of prompts that are traced."""
     timeout_s: float = Field(default=5.0, gt=0)
-    """Timeout of one export, in seconds. Spans that cannot be exported are dropped, so tracing never blocks."""
+    """Timeout of one export. Spans that cannot be exported are dropped, so tracing never blocks."""
 
 
 class ModelConfig(Config):

@@ -17,7 +17,7 @@ class RedisConfig(Config):
     url: str = ""
     """redis://, rediss:// or unix:// URL. If empty, `penstock up` starts a private server with an append-only file."""
     timeout_s: float = Field(default=10.0, gt=0)
-    """Deadline of one command, in seconds."""
+    """Deadline of one command."""
     retry_s: float = Field(default=60.0, ge=0)
     """Seconds for which the learner retries a call that Redis does not answer, before it ends with an error."""
     username: str = ""
@@ -241,7 +241,7 @@ class GatewayConfig(Config):
     max_prompts_per_request: int = Field(default=1024, ge=1)
     """Maximum number of prompts in one submission."""
     generate_timeout_s: float = Field(default=300.0, gt=0)
-    """Deadline, in seconds, of one generate call up to its last token."""
+    """Deadline of one generate call up to its last token."""
     samples_dir: Path | None = None
     """Folder of all runs with the learner's samples, if it is mounted elsewhere. None means `run_dir`."""
     session_ttl_s: float = Field(default=24 * 3600.0, gt=0)

@@ -57,12 +57,13 @@ def damage(checkpoint: Path) -> Path:
     return shards
 
 
-def test_the_newest_is_exported_with_one_line(
+def test_the_newest_is_exported_and_named_before_and_after(
     tmp_path: Path, checkpoints: list[Path], capfd: pytest.CaptureFixture[str]
 ) -> None:
     capfd.readouterr()
     assert export(tmp_path) == (0, {2.0})
-    assert capfd.readouterr() == (f"exported {checkpoints[0]} to {tmp_path / 'out'}\n", "")
+    exported, reading = f"exported {checkpoints[0]} to {tmp_path / 'out'}\n", f"reading {checkpoints[0]}\n"
+    assert capfd.readouterr() == (exported, reading)
 
 
 def test_the_model_of_the_config_may_be_an_id_of_the_hub(

@@ -103,13 +103,15 @@ def test_what_cannot_be_removed_is_logged_and_not_raised(
 
 def test_leftovers_of_a_killed_process_are_removed_with_its_programs(temporary: Path) -> None:
     code = """
-import os, signal, subprocess, tempfile
+import os, signal, subprocess, tempfile, time
 from penstock_rollout.rewards.sandbox.builtin import BaseFolder
 base = BaseFolder.create()
 with base.private_folder() as folder:
     (folder / "file").write_text("x")
     program = subprocess.Popen(["/bin/sleep", "999"], env={"HOME": str(folder)}, start_new_session=True,
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while b"HOME=" not in open(f"/proc/{program.pid}/environ", "rb").read():
+        time.sleep(0.01)  # the kernel shows the environment of a program some moments after it was started
     print(base.path, program.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -30,18 +29,18 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DemoProcess
 
 
 @pytest.fixture
-def followers(demo: DemoProcess, tmp_path: Path) -> Iterator[Future[list[SmokeRun]]]:
-    """They start beside the test: on a busy machine, what they import takes longer than the demo."""
-    with ThreadPoolExecutor(1) as thread:
-        started = thread.submit(lambda: [SmokeRun(program, tmp_path, demo.folder) for program in FOLLOWERS])
-        yield started
-        for benchmark in started.result():
-            benchmark.end()
+def followers(tmp_path: Path) -> Iterator[list[SmokeRun]]:
+    """Programs that wait for the demo. On a busy machine what they import takes longer than the demo, so a test asks for
+    them before it."""
+    started = [SmokeRun(program, tmp_path, tmp_path / "t") for program in FOLLOWERS]
+    yield started
+    for benchmark in started:
+        benchmark.end()
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("demo", [("--learner.num_steps", "8", "--learner.checkpoint.every_steps", "5")], indirect=True)
-def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess, followers: Future[list[SmokeRun]]) -> None:
+def test_a_short_demo_trains_and_stops_cleanly(followers: list[SmokeRun], demo: DemoProcess) -> None:
     """The benchmarks of whole runs follow this one, so that they need not start others."""
     demo.wait_for_step(1)  # early, so that it does not end meanwhile
     exposed = scrape(demo.folder, "rollout-0")
@@ -69,7 +68,7 @@ def test_a_short_demo_trains_and_stops_cleanly(demo: DemoProcess, followers: Fut
     mismatches = [json.loads(line).get("logprob_mismatch") for line in metrics_lines(demo.folder)]
     assert all(value < 1e-3 for value in mismatches if value is not None)
     assert mismatches[0] is not None, "the first batch is on policy, so engine and learner can be compared"
-    for benchmark in followers.result():
+    for benchmark in followers:
         benchmark.finish()
 
 

@@ -30,7 +30,7 @@ def demo(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[DemoProcess
 
 @pytest.fixture
 def followers(tmp_path: Path) -> Iterator[list[SmokeRun]]:
-    """Programs that wait for the demo. On a busy machine what they import takes longer than the demo, so a test asks for
+    """Programs that wait for the demo. On a busy machine their imports take longer than the demo, so a test asks for
     them before it."""
     started = [SmokeRun(program, tmp_path, tmp_path / "t") for program in FOLLOWERS]
     yield started
